@@ -61,7 +61,7 @@ class Numerics:
         return self.round(x).astype(self.jnp_dtype)
 
     def einsum(self, equation: str, *operands: jax.Array) -> jax.Array:
-        """Matrix product: compute-dtype operands, float32 accumulation, one rounding on the output."""
+        """Matrix product with float32 accumulation and one rounding on the output."""
         y = jnp.einsum(equation, *operands, precision=self.precision)
         # Skinny products are expanded to float32 loops whose bf16 output XLA would not round.
         return y if self.is_float32 else lax.reduce_precision(y, exponent_bits=8, mantissa_bits=7)
@@ -70,7 +70,7 @@ class Numerics:
         """A model constant such as sqrt(D), rounded to the compute dtype, as float32."""
         return self.round(jnp.float32(value))
 
-    # --- points where the engines differ -----------------------------------------------------------
+    # --- points where the engines differ ---------------------------------------------------------
 
     def scalar(self, value: float) -> jax.Array:
         """A per-layer-input or router scale: transformers keeps it in float32, vLLM rounds it."""
