@@ -10,7 +10,7 @@ class ConfigError(GemmaError, ValueError):
 
 
 class CheckpointError(GemmaError, ValueError):
-    """A checkpoint cannot be read or written; the message names the tensor or file and what was expected."""
+    """A checkpoint cannot be read or written; names the tensor or file and what was expected."""
 
 
 class RequestError(GemmaError, ValueError):
@@ -18,7 +18,7 @@ class RequestError(GemmaError, ValueError):
 
 
 class UnsupportedError(GemmaError, NotImplementedError):
-    """The input is understood, but this build, device or model cannot do it; the message says why."""
+    """The input is understood, but this build, device or model cannot do it; says why."""
 
 
 class CapacityError(GemmaError, RuntimeError):

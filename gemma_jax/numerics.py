@@ -1,4 +1,4 @@
-"""The precision rules as code: where values are rounded, and where the two reference engines differ.
+"""The precision rules as code: where values are rounded, and where the two engines differ.
 
 A bf16 model keeps activations in bf16 and computes every element-wise step in float32; *where* the
 float32 result is rounded back decides the tokens. Each such point is an explicit

@@ -6,7 +6,7 @@ change of the table's mesh and not of the loader.
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gemma_jax.errors import UnsupportedError
 
@@ -27,7 +27,9 @@ def make_mesh(tensor_parallel_size: int = 1) -> Mesh:
             f"tensor_parallel_size={tensor_parallel_size!r}: only 1 is supported; run one replica"
             " a device instead"
         )
-    return jax.make_mesh((1,), (TENSOR_AXIS,), devices=jax.devices()[:1])
+    return jax.make_mesh(
+        (1,), (TENSOR_AXIS,), devices=jax.devices()[:1], axis_types=(AxisType.Auto,)
+    )
 
 
 def partition_spec(axes: tuple[str, ...]) -> PartitionSpec:

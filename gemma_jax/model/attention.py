@@ -146,7 +146,7 @@ def attend_in_blocks(
     return out.reshape(batch, length, *out.shape[2:])
 
 
-# --- vLLM's rounding -------------------------------------------------------------------------------
+# --- vLLM's rounding ---------------------------------------------------------------------------
 
 VLLM_PREFILL_TILE = 32
 VLLM_SEGMENTS = 16

@@ -32,7 +32,7 @@ class CacheLayout:
     def plan(
         cls, config: ModelConfig, num_rows: int, max_len: int, max_chunk: int, page_size: int
     ) -> "CacheLayout":
-        """The layout for rows of at most `max_len` tokens prefilled `max_chunk` tokens at a time."""
+        """The layout for rows of `max_len` tokens at most, prefilled by `max_chunk` at a time."""
         full = _round_up(max_len, page_size)
         window = _round_up(config.sliding_window + max_chunk, page_size)
         return cls(num_rows, full, min(full, window), page_size)
@@ -91,7 +91,7 @@ def write(
     table: jax.Array | None,
     slots: int,
 ) -> jax.Array:
-    """`pages` with `values` [B, T, K, H] stored at `positions` [B, T]; rows not `valid` are dropped.
+    """`pages` with `values` [B, T, K, H] stored at `positions` [B, T] where `valid`.
 
     Valid positions of one row must be distinct modulo `slots`.
     """
@@ -104,7 +104,7 @@ def write(
 
 def read_rows(pages: jax.Array, table: jax.Array | None, slots: int) -> jax.Array:
     """All slots of every row in slot order, [B, slots, K, H]."""
-    page_size, *rest = pages.shape[1:]
+    rest = pages.shape[2:]
     if table is not None:
         pages = pages.at[table].get(mode="clip")
     return pages.reshape(-1, slots, *rest)

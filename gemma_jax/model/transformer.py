@@ -182,7 +182,7 @@ class Gemma4(nnx.Module):
     def _layers(
         self, ids, embedded, h, first: int, last: int, context: Context, numerics, kv_hidden=None
     ) -> jax.Array:
-        """Layers first … last - 1; `kv_hidden` are the rows that the first of them takes K, V from."""
+        """Layers first … last - 1; the first of them takes K and V from the rows `kv_hidden`."""
         if first == last:
             return h
         ple = None if self.ple is None else self.ple(ids, embedded, first, last, numerics)

@@ -1,0 +1,38 @@
+"""The declared sizes that programs are compiled for; every request is padded up to one of them."""
+
+from gemma_jax.errors import CapacityError
+
+MIN_CHUNK = 32
+"""Shortest prefill chunk: one tile of vLLM's attention, whose rounding we can reproduce."""
+
+
+def row_buckets(max_rows: int) -> tuple[int, ...]:
+    """Batch sizes: the powers of two below `max_rows`, and `max_rows`."""
+    return (*_powers(1, max_rows), max_rows)
+
+
+def chunk_buckets(max_chunk: int) -> tuple[int, ...]:
+    """Prefill chunk lengths in tokens: powers of two from `MIN_CHUNK`, and `max_chunk`."""
+    return (*_powers(MIN_CHUNK, max_chunk), max_chunk)
+
+
+def length_buckets(max_len: int, page_size: int) -> tuple[int, ...]:
+    """Cache lengths in tokens: one page times 1, 2, 3, 4, 6, 8, 12, … up to `max_len`."""
+    sizes = {page_size * n for power in _powers(1, max_len) for n in (power, power * 3 // 2)}
+    return (*sorted(s for s in sizes if s < max_len), max_len)
+
+
+def pick(value: int, buckets: tuple[int, ...], what: str) -> int:
+    """The smallest bucket that holds `value`."""
+    for bucket in buckets:
+        if value <= bucket:
+            return bucket
+    raise CapacityError(f"{what}={value}: exceeds the largest declared size, {buckets[-1]}")
+
+
+def _powers(first: int, below: int) -> list[int]:
+    sizes = []
+    while first < below:
+        sizes.append(first)
+        first *= 2
+    return sizes

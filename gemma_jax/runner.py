@@ -1,0 +1,357 @@
+"""The jitted programs: prefill a chunk, decode several steps, score a chunk.
+
+Each is a pure function of (parameter leaves, cache, inputs); cache and row state are donated and
+given back. `Runner` binds them to one model; everything above it (LLM, server) calls only these.
+
+A program is compiled anew for each combination of static sizes: rows, chunk length, cache layout,
+`SamplingStatics`, and whether a chunk has a past or wants logits. All come from `buckets.py`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from gemma_jax.config import ModelConfig
+from gemma_jax.model.cache import CacheLayout, KVCache, init_cache
+from gemma_jax.model.context import DecodeContext, PrefillContext
+from gemma_jax.model.transformer import Gemma4, abstract_model
+from gemma_jax.numerics import Numerics
+from gemma_jax.sampling import (
+    NO_ID,
+    Logprobs,
+    RowState,
+    SamplingStatics,
+    SamplingTable,
+    advance,
+    sample,
+    token_logprobs,
+)
+from gemma_jax.sharding import named_parameters
+
+SCORE_BLOCK = 64
+"""Rows a step of the all-rows head, which bounds the memory of its float32 logits."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Chunk:
+    """Consecutive prompt tokens of some rows of a batch.
+
+    Attributes:
+      ids: [G, T] int32, right-padded.
+      start: [G] int32, position of the first token.
+      lengths: [G] int32, tokens that count; 0 for a padding row.
+      rows: [G] int32, the batch row of each; a padding row names one past the last.
+    """
+
+    ids: jax.Array
+    start: jax.Array
+    lengths: jax.Array
+    rows: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class StepOutput:
+    """Tokens of one call: int32 [B, n] with `NO_ID` where a row produced none.
+
+    `logprobs` leaves have the shape [B, n, …]; `None` when none were asked for.
+    """
+
+    tokens: jax.Array
+    logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Static context of compiled programs: the model, its numerics and the cache layout.
+
+    Hashed by identity, because jit hashes it on every call: take it from `make_program`.
+    """
+
+    graphdef: nnx.GraphDef
+    treedef: jax.tree_util.PyTreeDef
+    config: ModelConfig
+    numerics: Numerics
+    layout: CacheLayout
+
+    def model(self, leaves: Sequence[jax.Array]) -> Gemma4:
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+
+@functools.lru_cache
+def make_program(config: ModelConfig, numerics: Numerics, layout: CacheLayout) -> Program:
+    """The one `Program` of these settings in this process."""
+    graphdef, state = nnx.split(abstract_model(config, numerics))
+    return Program(graphdef, jax.tree.structure(state), config, numerics, layout)
+
+
+def prefill(
+    program: Program,
+    has_past: bool,
+    wants_token: bool,
+    fast: bool,
+    statics: SamplingStatics,
+    leaves: Sequence[jax.Array],
+    cache: KVCache,
+    state: RowState,
+    chunk: Chunk,
+    table: SamplingTable,
+) -> tuple[KVCache, RowState, StepOutput | None]:
+    """Stores the chunk's K and V; with `wants_token` samples the first token of its rows.
+
+    Rows of the chunk whose prompt goes on must not be among the rows of a call with `wants_token`.
+    The output covers the chunk's G rows, one token each.
+    """
+    model, numerics = program.model(leaves), program.numerics
+    context = _prefill_context(program, cache, chunk, has_past)
+    last = jnp.maximum(chunk.lengths - 1, 0)[:, None] if wants_token else None
+    hidden = model.prefill(chunk.ids, context, last, numerics, fast)
+    cache = dataclasses.replace(cache, k=context.cache.k, v=context.cache.v)
+    if hidden is None:
+        return cache, state, None
+    logits = model.logits(hidden[:, 0], numerics)
+
+    rows = jax.tree.map(lambda x: x.at[chunk.rows].get(mode="clip"), (table, state))
+    row_table, row_state = rows
+    row_state = dataclasses.replace(row_state, position=chunk.start + chunk.lengths)
+    active = (chunk.lengths > 0) & ~row_state.finished
+    tokens = sample(logits, row_table, row_state, statics)
+    row_state = advance(row_state, row_table, tokens, active)
+    state = jax.tree.map(lambda x, y: x.at[chunk.rows].set(y, mode="drop"), state, row_state)
+    emitted = jnp.where(active, tokens, NO_ID)
+    return cache, state, _one_step(emitted, logits, tokens, statics)
+
+
+def decode(
+    program: Program,
+    max_steps: int,
+    statics: SamplingStatics,
+    leaves: Sequence[jax.Array],
+    cache: KVCache,
+    state: RowState,
+    table: SamplingTable,
+    steps: jax.Array,
+) -> tuple[KVCache, RowState, StepOutput]:
+    """Up to `steps` ≤ `max_steps` tokens for every unfinished row, without leaving the device.
+
+    Ends early when every row has finished. The output has `max_steps` columns.
+    """
+    model, numerics = program.model(leaves), program.numerics
+    rows = state.token.shape[0]
+
+    def step(carry):
+        i, cache, state, output = carry
+        active = ~state.finished
+        context = DecodeContext(
+            program.config, numerics, program.layout, cache, state.position, active
+        )
+        hidden = model.decode(state.token, context, numerics)
+        logits = model.logits(hidden, numerics)
+        state = dataclasses.replace(state, position=state.position + active)
+        tokens = sample(logits, table, state, statics)
+        state = advance(state, table, tokens, active)
+        emitted = jnp.where(active, tokens, NO_ID)
+        column = _one_step(emitted, logits, tokens, statics)
+        output = jax.tree.map(
+            lambda full, x: lax.dynamic_update_slice_in_dim(full, x, i, axis=1), output, column
+        )
+        return i + 1, context.cache, state, output
+
+    def unfinished(carry):
+        i, _, state, _ = carry
+        return (i < steps) & ~jnp.all(state.finished)
+
+    output = _empty_output(rows, max_steps, statics)
+    carry = (jnp.int32(0), cache, state, output)
+    _, cache, state, output = lax.while_loop(unfinished, step, carry)
+    return cache, state, output
+
+
+def score(
+    program: Program,
+    has_past: bool,
+    k: int,
+    leaves: Sequence[jax.Array],
+    cache: KVCache,
+    chunk: Chunk,
+    targets: jax.Array,
+) -> tuple[KVCache, Logprobs]:
+    """Log-probabilities of `targets` [G, T] (the token after each position) at every row.
+
+    Fast prefill does not apply: every layer runs on every row. Results are [G, T, …].
+    """
+    model, numerics = program.model(leaves), program.numerics
+    context = _prefill_context(program, cache, chunk, has_past)
+    groups, length = chunk.ids.shape
+    every_row = jnp.broadcast_to(jnp.arange(length), (groups, length))
+    hidden = model.prefill(chunk.ids, context, every_row, numerics, fast=False)
+    block = min(SCORE_BLOCK, length)
+
+    def head(rows):
+        hidden, targets = rows
+        return token_logprobs(model.logits(hidden, numerics), targets, k)
+
+    blocks = jax.tree.map(lambda x: _split_rows(x, block), (hidden, targets))
+    scored = lax.map(head, blocks)
+    cache = dataclasses.replace(cache, k=context.cache.k, v=context.cache.v)
+    return cache, jax.tree.map(lambda x: _join_rows(x, groups), scored)
+
+
+def _prefill_context(program: Program, cache: KVCache, chunk: Chunk, has_past: bool):
+    layout = program.layout
+    if cache.full_table is None:  # contiguous rows: the chunk's rows name their pages
+        full, window = (
+            chunk.rows[:, None] * n + jnp.arange(n, dtype=jnp.int32)
+            for n in (
+                layout.full_slots // layout.page_size,
+                layout.window_slots // layout.page_size,
+            )
+        )
+        cache = dataclasses.replace(cache, full_table=full, window_table=window)
+    return PrefillContext(
+        program.config, program.numerics, layout, cache,
+        chunk.start, chunk.lengths, chunk.ids.shape[1], has_past,
+    )  # fmt: skip
+
+
+def _one_step(emitted, logits, tokens, statics: SamplingStatics) -> StepOutput:
+    logprobs = None
+    if statics.logprobs is not None:
+        logprobs = jax.tree.map(
+            lambda x: x[:, None], token_logprobs(logits, tokens, statics.logprobs)
+        )
+    return StepOutput(emitted[:, None], logprobs)
+
+
+def _empty_output(rows: int, steps: int, statics: SamplingStatics) -> StepOutput:
+    tokens = jnp.full((rows, steps), NO_ID, jnp.int32)
+    if statics.logprobs is None:
+        return StepOutput(tokens, None)
+    k = statics.logprobs
+    return StepOutput(
+        tokens,
+        Logprobs(
+            sampled=jnp.zeros((rows, steps), jnp.float32),
+            rank=jnp.zeros((rows, steps), jnp.int32),
+            top_ids=jnp.zeros((rows, steps, k), jnp.int32),
+            top=jnp.zeros((rows, steps, k), jnp.float32),
+        ),
+    )
+
+
+def _split_rows(x: jax.Array, block: int) -> jax.Array:
+    """[G, T, …] -> [T / block, G, block, …]."""
+    groups, length, *rest = x.shape
+    return jnp.moveaxis(x.reshape(groups, length // block, block, *rest), 1, 0)
+
+
+def _join_rows(x: jax.Array, groups: int) -> jax.Array:
+    """The inverse of `_split_rows`."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(groups, -1, *x.shape[3:])
+
+
+_prefill = jax.jit(prefill, static_argnums=range(5), donate_argnames=("cache", "state"))
+_decode = jax.jit(decode, static_argnums=range(3), donate_argnames=("cache", "state"))
+_score = jax.jit(score, static_argnums=range(3), donate_argnames=("cache",))
+
+
+class Runner:
+    """The three programs bound to one model's leaves.
+
+    Args:
+      config: the network.
+      numerics: compute dtype and rounding.
+      leaves: path → array of every weight, as the checkpoint loader gives them.
+      fast_prefill: run KV-shared layers only on the rows whose logits are wanted.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        leaves: dict[str, jax.Array],
+        fast_prefill: bool = True,
+    ):
+        self.config, self.numerics, self.fast_prefill = config, numerics, fast_prefill
+        names = named_parameters(abstract_model(config, numerics))
+        self._leaves = [leaves[path] for path in names]
+
+    @property
+    def leaves(self) -> list[jax.Array]:
+        """The flat weights, in the order that the programs take them."""
+        return self._leaves
+
+    def new_cache(self, layout: CacheLayout) -> KVCache:
+        """An empty contiguous cache on the device."""
+        return _new_cache(self.config, layout, self.numerics.dtype)
+
+    def prefill(
+        self,
+        layout: CacheLayout,
+        cache: KVCache,
+        state: RowState,
+        chunk: Chunk,
+        table: SamplingTable,
+        statics: SamplingStatics,
+        *,
+        has_past: bool,
+        wants_token: bool,
+    ) -> tuple[KVCache, RowState, StepOutput | None]:
+        """See `prefill`; `cache` and `state` are consumed."""
+        program = self._program(layout)
+        return _prefill(
+            program, has_past, wants_token, self.fast_prefill, statics,
+            self._leaves, cache, state, chunk, table,
+        )  # fmt: skip
+
+    def decode(
+        self,
+        layout: CacheLayout,
+        cache: KVCache,
+        state: RowState,
+        table: SamplingTable,
+        statics: SamplingStatics,
+        *,
+        steps: int,
+        max_steps: int,
+    ) -> tuple[KVCache, RowState, StepOutput]:
+        """See `decode`; `cache` and `state` are consumed."""
+        program = self._program(layout)
+        return _decode(
+            program, max_steps, statics, self._leaves, cache, state, table, jnp.int32(steps)
+        )
+
+    def score(
+        self,
+        layout: CacheLayout,
+        cache: KVCache,
+        chunk: Chunk,
+        targets: jax.Array,
+        *,
+        has_past: bool,
+        k: int,
+    ) -> tuple[KVCache, Logprobs]:
+        """See `score`; `cache` is consumed."""
+        return _score(self._program(layout), has_past, k, self._leaves, cache, chunk, targets)
+
+    def _program(self, layout: CacheLayout) -> Program:
+        return make_program(self.config, self.numerics, layout)
+
+
+@partial(jax.jit, static_argnums=range(3))
+def _new_cache(config: ModelConfig, layout: CacheLayout, dtype: str) -> KVCache:
+    return init_cache(config, layout, jnp.dtype(dtype))
+
+
+def compiled_programs() -> int:
+    """Number of programs compiled so far in this process, over all runners."""
+    return sum(f._cache_size() for f in (_prefill, _decode, _score))

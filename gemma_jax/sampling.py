@@ -1,0 +1,197 @@
+"""Pure functions from logits to tokens, and the per-row arrays that they read.
+
+Order of operations for one row, as in vLLM: raw log-probabilities; logit bias, suppressed and
+too-early stop ids; penalties; then the argmax (temperature 0), or temperature, min_p, top_k, top_p
+and a Gumbel draw. The noise of a request depends on its key, its token count and the token id only,
+so a request draws the same token in any batch.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NO_ID = -1
+"""Padding of id lists, and the token of a row that did not produce one."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class SamplingTable:
+    """Sampling parameters of every row, constant while a request runs.
+
+    Shapes: [B], but `key` uint32 [B, 2], `stop_ids` int32 [B, n] padded with `NO_ID`, and
+    `bias_ids` / `bias_values` [B, m] padded with `NO_ID` / 0.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    repetition_penalty: jax.Array
+    min_tokens: jax.Array
+    max_tokens: jax.Array
+    key: jax.Array
+    stop_ids: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class RowState:
+    """Progress of every row.
+
+    Attributes:
+      token: [B] int32, the newest token, not yet in the cache.
+      position: [B] int32, the position of `token`.
+      count: [B] int32, tokens generated so far.
+      finished: [B] bool; finished and empty rows neither advance nor write.
+      prompt_seen: [B, V] bool and
+      output_counts: [B, V] int32, present only when a row has a penalty.
+    """
+
+    token: jax.Array
+    position: jax.Array
+    count: jax.Array
+    finished: jax.Array
+    prompt_seen: jax.Array | None = None
+    output_counts: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class SamplingStatics:
+    """What a batch needs, fixed at compile time: each new combination compiles again.
+
+    Attributes:
+      greedy: every row has temperature 0.
+      candidates: ids kept before top_p and the draw; 0 sorts the whole vocabulary, `None` when no
+        row has top_k, top_p or min_p.
+      penalties: some row has a presence, frequency or repetition penalty.
+      logprobs: alternatives reported a token; `None` reports no log-probabilities at all.
+    """
+
+    greedy: bool = True
+    candidates: int | None = None
+    penalties: bool = False
+    logprobs: int | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Logprobs:
+    """Raw log-probabilities of one step: the sampled token's, its rank (1 = best), and the top k.
+
+    Shapes: [B], [B], [B, k], [B, k]; ids of the top k best first, ties to the lower id.
+    """
+
+    sampled: jax.Array
+    rank: jax.Array
+    top_ids: jax.Array
+    top: jax.Array
+
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array, k: int) -> Logprobs:
+    """Log-probabilities of `tokens` [...] and of the k best ids under `logits` float32 [..., V]."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    sampled = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)
+    rank = 1 + jnp.sum(logprobs > sampled, axis=-1, dtype=jnp.int32)
+    top, top_ids = lax.top_k(logprobs, k)
+    return Logprobs(sampled[..., 0], rank, top_ids.astype(jnp.int32), top)
+
+
+def sample(
+    logits: jax.Array, table: SamplingTable, state: RowState, statics: SamplingStatics
+) -> jax.Array:
+    """The next token of every row, int32 [B], from logits float32 [B, V]."""
+    logits = _bias(logits, table)
+    logits = _forbid_early_stop(logits, table, state.count)
+    if statics.penalties:
+        logits = _penalise(logits, table, state)
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if statics.greedy:
+        return best
+    drawn = _draw(logits, table, state.count, statics)
+    return jnp.where(table.temperature == 0.0, best, drawn)
+
+
+def _bias(logits: jax.Array, table: SamplingTable) -> jax.Array:
+    if table.bias_ids.shape[1] == 0:
+        return logits
+    rows = jnp.arange(logits.shape[0])[:, None]
+    ids = jnp.where(table.bias_ids == NO_ID, logits.shape[1], table.bias_ids)
+    return logits.at[rows, ids].add(table.bias_values, mode="drop")
+
+
+def _forbid_early_stop(logits: jax.Array, table: SamplingTable, count: jax.Array) -> jax.Array:
+    rows = jnp.arange(logits.shape[0])[:, None]
+    early = (count < table.min_tokens)[:, None] & (table.stop_ids != NO_ID)
+    ids = jnp.where(early, table.stop_ids, logits.shape[1])
+    return logits.at[rows, ids].set(-jnp.inf, mode="drop")
+
+
+def _penalise(logits: jax.Array, table: SamplingTable, state: RowState) -> jax.Array:
+    """Repetition over prompt and output; frequency and presence over the output only."""
+    counts = state.output_counts
+    seen = state.prompt_seen | (counts > 0)
+    repetition = jnp.where(seen, table.repetition_penalty[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits -= table.frequency_penalty[:, None] * counts.astype(jnp.float32)
+    return logits - table.presence_penalty[:, None] * (counts > 0).astype(jnp.float32)
+
+
+def _draw(
+    logits: jax.Array, table: SamplingTable, count: jax.Array, statics: SamplingStatics
+) -> jax.Array:
+    temperature = jnp.where(table.temperature == 0.0, 1.0, table.temperature)[:, None]
+    logits = logits / temperature
+    noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(table.key, count, logits.shape[1])
+    if statics.candidates is None:
+        return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
+    kept, ids = lax.top_k(logits, statics.candidates or logits.shape[1])
+    kept = _filter(kept, logits, table)
+    best = jnp.argmax(kept + jnp.take_along_axis(noise, ids, axis=-1), axis=-1)
+    return jnp.take_along_axis(ids, best[:, None], axis=-1)[:, 0].astype(jnp.int32)
+
+
+def _gumbel(key: jax.Array, count: jax.Array, size: int) -> jax.Array:
+    step_key = jax.random.fold_in(jax.random.wrap_key_data(key), count)
+    return jax.random.gumbel(step_key, (size,), jnp.float32)
+
+
+def _filter(kept: jax.Array, logits: jax.Array, table: SamplingTable) -> jax.Array:
+    """-inf where min_p, top_k or top_p drops a candidate; `kept` [B, n] is sorted, best first."""
+    rank = jnp.arange(kept.shape[1])
+    min_p = jnp.log(table.min_p)[:, None]  # -inf when off
+    keep = kept >= kept[:, :1] + min_p
+    keep &= (table.top_k[:, None] <= 0) | (rank < table.top_k[:, None])
+    probabilities = jax.nn.softmax(jnp.where(keep, kept, -jnp.inf), axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    keep &= (table.top_p[:, None] >= 1.0) | (before < table.top_p[:, None])
+    return jnp.where(keep, kept, -jnp.inf)
+
+
+def advance(
+    state: RowState, table: SamplingTable, tokens: jax.Array, active: jax.Array
+) -> RowState:
+    """The state after `active` rows took `tokens` [B]; stop ids and max_tokens finish a row.
+
+    `position` of an active row must already be the position of its new token.
+    """
+    count = jnp.where(active, state.count + 1, state.count)
+    stopped = jnp.any(tokens[:, None] == table.stop_ids, axis=-1) | (count >= table.max_tokens)
+    counts = state.output_counts
+    if counts is not None:
+        rows = jnp.arange(tokens.shape[0])
+        counts = counts.at[rows, tokens].add(active.astype(counts.dtype))
+    return RowState(
+        token=jnp.where(active, tokens, state.token),
+        position=state.position,
+        count=count,
+        finished=state.finished | (active & stopped),
+        prompt_seen=state.prompt_seen,
+        output_counts=counts,
+    )
