@@ -98,7 +98,7 @@ def _results_and_next(
 
     Results are the tool messages right after it, or its own `tool_responses`.
     """
-    results = [
+    results: list[Mapping[str, Any]] = [
         {"name": response["name"], "content": response["response"]}
         for response in messages[index].get("tool_responses") or []
     ]
@@ -213,7 +213,7 @@ def _property(schema: Mapping[str, Any]) -> str:
         fields.append(f"description:{_quoted(schema['description'])}")
     if kind == "STRING" and schema.get("enum"):
         fields.append(f"enum:{_value(schema['enum'])}")
-    if kind == "ARRAY" and schema.get("items"):
+    if kind == "ARRAY" and schema.get("items") and isinstance(schema["items"], Mapping):
         fields.append(f"items:{_items(schema['items'])}")
     if nullable:
         fields.append("nullable:true")

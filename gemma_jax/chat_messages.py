@@ -164,7 +164,7 @@ def _arguments(arguments: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             value = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{where} is {arguments!r}, not JSON: {error}") from error
     if not isinstance(value, Mapping):
         raise RequestError(f"{where} is {arguments!r}; expected a mapping or a JSON object")
@@ -214,4 +214,27 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
             raise RequestError(
                 f"{inner}.{name} is {function[name]!r}; expected a JSON schema (a mapping)"
             )
+        _check_schema(function.get(name) or {}, f"{inner}.{name}")
     return {"type": "function", "function": dict(function)}
+
+
+def _check_schema(schema: Any, where: str) -> None:
+    """Check the parts of a JSON schema that are written into a declaration."""
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"{where} is {schema!r}; expected a JSON schema (a mapping)")
+    kind = schema.get("type")
+    if kind is not None and not isinstance(kind, str) and not _is_list_of_strings(kind):
+        raise RequestError(f"{where}.type is {kind!r}; expected a type name or a list of them")
+    if not _is_list_of_strings(schema.get("required") or []):
+        raise RequestError(f"{where}.required is {schema['required']!r}; expected a list of names")
+    properties = schema.get("properties") or {}
+    if not isinstance(properties, Mapping):
+        raise RequestError(f"{where}.properties is {properties!r}; expected a mapping")
+    for name, inner in properties.items():
+        _check_schema(inner, f"{where}.properties.{name}")
+    if isinstance(schema.get("items"), Mapping):
+        _check_schema(schema["items"], f"{where}.items")
+
+
+def _is_list_of_strings(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)

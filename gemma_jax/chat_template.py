@@ -28,11 +28,14 @@ def load_chat_template(path: str | Path) -> str | None:
     or a list of named templates of which `default` is taken).
 
     Raises:
-      ConfigError: the field has another form.
+      ConfigError: the field has another form, or the file is not UTF-8.
     """
     file = Path(path) / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file} is not UTF-8 text: {error}") from error
     config_file = Path(path) / "tokenizer_config.json"
     template = read_json_object(config_file).get("chat_template")
     if isinstance(template, list):
@@ -77,25 +80,28 @@ def render_chat(
       UnsupportedError: a content part is an image, audio or video.
       CheckpointError: the template is not valid jinja2, or does what the sandbox forbids.
     """
-    checked, checked_tools = normalise_messages(messages), normalise_tools(tools)
-    if template is None:
-        text = render_conversation(
-            checked,
-            checked_tools,
-            enable_thinking=enable_thinking,
-            add_generation_prompt=add_generation_prompt,
-            empty_thought=empty_thought,
-        )
-    else:
-        variables = {
-            **(template_variables or {}),
-            "messages": checked,
-            "tools": checked_tools or None,
-            "enable_thinking": enable_thinking,
-            "add_generation_prompt": add_generation_prompt,
-            "bos_token": bos_token,
-        }
-        text = _render_template(template, variables)
+    try:
+        checked, checked_tools = normalise_messages(messages), normalise_tools(tools)
+        if template is None:
+            text = render_conversation(
+                checked,
+                checked_tools,
+                enable_thinking=enable_thinking,
+                add_generation_prompt=add_generation_prompt,
+                empty_thought=empty_thought,
+            )
+        else:
+            variables = {
+                **(template_variables or {}),
+                "messages": checked,
+                "tools": checked_tools or None,
+                "enable_thinking": enable_thinking,
+                "add_generation_prompt": add_generation_prompt,
+                "bos_token": bos_token,
+            }
+            text = _render_template(template, variables)
+    except RecursionError as error:
+        raise RequestError("messages or tools are nested too deeply to render") from error
     return _with_one_bos(text, bos_token)
 
 
