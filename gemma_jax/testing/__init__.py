@@ -1,0 +1,1 @@
+"""For tests and benchmarks: tiny configs, seeded random weights and checkpoints, tolerances."""
