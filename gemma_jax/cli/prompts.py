@@ -47,7 +47,11 @@ class PromptFile:
     def __init__(self, file: BinaryIO, name: str):
         self._file = file
         self.name = name
-        self.num_prompts, self.sha256 = self._scan()
+        try:
+            self.num_prompts, self.sha256 = self._scan()
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def open(cls, path: str) -> Self:

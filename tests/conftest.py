@@ -1,0 +1,113 @@
+"""What every test runs under: CPU, offline, a fixed device count, strict JAX, loud warnings."""
+
+import importlib.util
+import os
+import socket
+
+import pytest
+
+CPU_DEVICES = 1
+
+# Environment of the test process and of every process it starts; set before JAX is imported.
+FIXED_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+
+WARNING_FILTERS = (
+    "error",
+    # Third-party packages warn about their own future, which is not ours to fix.
+    "ignore::DeprecationWarning",
+    "ignore::PendingDeprecationWarning",
+    "ignore::FutureWarning",
+    "error::DeprecationWarning:gemma_jax",
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="run on the GPU, and fail the gpu tests that would be skipped",
+    )
+
+
+def pytest_configure(config):
+    for name in [name for name in os.environ if name.startswith("GEMMA_JAX_")]:
+        del os.environ[name]
+    os.environ.update(FIXED_ENVIRONMENT)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("xla")))
+    if not config.option.require_gpu:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    count = f"--xla_force_host_platform_device_count={CPU_DEVICES}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count}".strip()
+    for line in WARNING_FILTERS:
+        config.addinivalue_line("filterwarnings", line)
+    if _selects(config, "parity") and importlib.util.find_spec("torch") is None:
+        raise pytest.UsageError(
+            "-m parity needs torch and transformers: uv run --extra parity pytest -m parity"
+        )
+
+
+def _selects(config, marker):
+    expression = config.option.markexpr
+    return marker in expression and f"not {marker}" not in expression
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out the slow and parity tests, unless -m or a test's own name asks for them."""
+    if config.option.markexpr or any("::" in arg for arg in config.args):
+        return
+    apart = [item for item in items if item.get_closest_marker("slow")]
+    apart += [item for item in items if item.get_closest_marker("parity") and item not in apart]
+    if apart:
+        config.hook.pytest_deselected(items=apart)
+        items[:] = [item for item in items if item not in apart]
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") is None:
+        return
+    if not item.config.option.require_gpu:
+        pytest.skip("needs an NVIDIA GPU; --require-gpu runs it")
+    import jax
+
+    if jax.default_backend() != "gpu":
+        pytest.fail(f"--require-gpu, but JAX runs on {jax.default_backend()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Turn a skipped gpu test into a failure under --require-gpu."""
+    report = yield
+    if item.config.option.require_gpu and item.get_closest_marker("gpu") and report.skipped:
+        report.outcome = "failed"
+        report.longrepr = f"skipped under --require-gpu: {call.excinfo and call.excinfo.value}"
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch):
+    """Let sockets reach this machine only."""
+    connect = socket.socket.connect
+
+    def guarded(self, address):
+        local = self.family == socket.AF_UNIX or address[0] in ("127.0.0.1", "::1", "localhost")
+        if not local:
+            raise RuntimeError(f"a test tried to reach {address}; tests run without network")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture
+def key():
+    """A JAX random key, the same for every test."""
+    import jax
+
+    return jax.random.key(0)
