@@ -13,20 +13,25 @@ _GIB = 1 << 30
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "gemma-jax convert") -> int:
-    """Runs one sub-command; returns 0 when done, 1 when it failed or found a difference."""
+    """Runs one sub-command; returns 0 when done, 1 when checkpoints differ, 2 for an error."""
     args = build_parser(prog).parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
-    )
+    _configure_logging()
     os.environ["JAX_PLATFORMS"] = "cpu"  # conversion needs no accelerator and must not reserve one
     try:
         return args.run(args)
     except GemmaError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print(f"{prog}: interrupted", file=sys.stderr)
         return 130
+
+
+def _configure_logging() -> None:
+    """Casts and skipped config fields are worth a line on stderr, unless the caller decided."""
+    if not logging.getLogger().handlers:
+        logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger("gemma_jax").setLevel(logging.INFO)
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -43,7 +48,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     verify = commands.add_parser(
         "verify",
         help="compare two checkpoints bit for bit",
-        description="Exit code 1 if not.",
+        description="Exit code 0 when equal, 1 when not.",
     )
     verify.add_argument("source", type=Path, metavar="SRC")
     verify.add_argument("target", type=Path, metavar="DST")
