@@ -1,6 +1,6 @@
 """Nano's training text: documents from the sources, split into training and validation.
 
-    python -m bench.nano.corpus            # fetches the archives, writes .carry/nano/{train,valid}.jsonl
+    python -m bench.nano.corpus            # fetches archives, writes .carry/nano/*.jsonl
 
 A document is `<bos>text<eos>`, or a conversation in turn format that ends in `<turn|>`.
 """

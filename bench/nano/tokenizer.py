@@ -92,7 +92,7 @@ def build(texts: Iterable[str]) -> tokenizers.Tokenizer:
 
 
 def tokenizer_config() -> dict[str, object]:
-    """Content of tokenizer_config.json. The chat template writes `<bos>`; the tokenizer does not."""
+    """Content of tokenizer_config.json; it is the chat template that writes `<bos>`."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": False,
@@ -145,7 +145,8 @@ def main() -> None:
         texts = list(read_documents(arguments.folder, split))
         tokens = encode(tokenizer, texts)
         np.save(arguments.folder / f"{split}.npy", tokens)
-        print(f"{split}: {len(tokens)} tokens, {sum(map(len, texts)) / len(tokens):.2f} characters each")
+        characters = sum(map(len, texts)) / len(tokens)
+        print(f"{split}: {len(tokens)} tokens of {characters:.2f} characters")
 
 
 if __name__ == "__main__":

@@ -29,15 +29,16 @@ _SPEECH_REQUESTS = (
 _CONTINUE_REQUESTS = ("Continue: {}", "Continue this text: {}", "What happens next?\n\n{}")
 _VERSE_REQUESTS = ("What does {} say?", "Read {}.", "Quote {}.", "{}")
 _COMMON = frozenset(
-    "mrs miss sir lady lord about after again against almost along also although always among another because been before "
-    "being between both cannot could does doing done down each either enough even ever every first "
-    "from give given great have having here himself herself however into itself just know less like "
-    "little long made make many might more most much must myself never nothing only other others "
-    "ought over perhaps quite rather said same says seem seemed shall should since some something "
-    "soon still such than that their them then there therefore these they thing things think this "
-    "those though thought through thus till told under until upon very were what when where whether "
-    "which while whole whom whose will with within without would your yourself year years last good "
-    "well come came went part present present time times".split()
+    "mrs miss sir lady lord about after again against almost along also although always among "
+    "another because been before being between both cannot could does doing done down each "
+    "either enough even ever every first from give given great have having here himself "
+    "herself however into itself just know less like little long made make many might more "
+    "most much must myself never nothing only other others ought over perhaps quite rather "
+    "said same says seem seemed shall should since some something soon still such than that "
+    "their them then there therefore these they thing things think this those though thought "
+    "through thus till told under until upon very were what when where whether which while "
+    "whole whom whose will with within without would your yourself year years last good well "
+    "come came went part present present time times".split()
 )
 
 
