@@ -178,7 +178,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _checkpointer(largest_bytes: int) -> Iterator[ocp.Checkpointer]:
-    """A synchronous checkpointer that keeps about one large leaf in flight, and whose log is silent.
+    """A synchronous checkpointer with about one large leaf in flight and a silent log.
 
     What goes wrong is raised; orbax would also log each failure as several stack traces.
     """
