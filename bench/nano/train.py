@@ -51,6 +51,7 @@ class TrainConfig:
 
     Attributes:
       steps: optimiser steps.
+      minutes: when above 0, fewer steps are taken if `steps` would last longer than this.
       batch_size, length: rows of a step and tokens of a row.
       peak_lr, warmup: learning rate at the end of the warm-up, and its steps; cosine to 0 after it.
       weight_decay: on matrices and tables, not on norms and scalars.
@@ -60,6 +61,7 @@ class TrainConfig:
     """
 
     steps: int = 10_000
+    minutes: float = 0.0
     batch_size: int = 64
     length: int = 512
     peak_lr: float = 3e-3
@@ -147,28 +149,35 @@ def rows_at(tokens: jax.Array, starts: jax.Array, length: int) -> jax.Array:
 
 
 def optimiser(train: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay and clipping by global norm."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, train.peak_lr, min(train.warmup, train.steps // 2), train.steps
-    )
-    decayed = lambda weights: {path: w.ndim > 1 for path, w in weights.items()}  # noqa: E731
+    """AdamW without its learning rate, gradients clipped by global norm."""
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(
-            schedule, b1=0.9, b2=0.98, eps=1e-8, weight_decay=train.weight_decay, mask=decayed
-        ),
+        optax.scale_by_adam(b1=0.9, b2=0.98, eps=1e-8),
+        optax.add_decayed_weights(train.weight_decay, mask=_decayed),
     )
+
+
+def _decayed(weights: Weights) -> dict[str, bool]:
+    return {path: weight.ndim > 1 for path, weight in weights.items()}
+
+
+def learning_rate(train: TrainConfig, step: jax.Array, total: jax.Array) -> jax.Array:
+    """Linear warm-up to the peak, then a cosine that ends at 0 with step `total`."""
+    step = step.astype(jnp.float32)
+    rise = (step + 1) / train.warmup
+    done = jnp.clip((step - train.warmup) / jnp.maximum(total - train.warmup, 1), 0.0, 1.0)
+    return train.peak_lr * jnp.minimum(rise, 0.5 * (1.0 + jnp.cos(jnp.pi * done)))
 
 
 def make_run(config: ModelConfig, train: TrainConfig, data: Data, numerics: Numerics):
-    """The compiled `run(weights, state, first, count)`: steps first … first + count - 1.
+    """The compiled `run(weights, state, first, count, total)`: steps first … first + count - 1.
 
     Returns weights, optimiser state and the mean training loss.
     """
     transform = optimiser(train)
 
-    def step(tokens, starts, i, carry):
-        weights, state, total = carry
+    def step(tokens, starts, total, i, carry):
+        weights, state, loss_sum = carry
         key = jax.random.fold_in(jax.random.key(train.seed, impl="rbg"), i)
         pick, drop = jax.random.split(key)
         documents = jax.random.randint(pick, (train.batch_size,), 0, starts.shape[0])
@@ -177,14 +186,16 @@ def make_run(config: ModelConfig, train: TrainConfig, data: Data, numerics: Nume
             weights, ids, drop, config, numerics, train.dropout
         )
         updates, state = transform.update(gradients, state, weights)
-        return optax.apply_updates(weights, updates), state, total + loss
+        rate = learning_rate(train, i, total)
+        weights = jax.tree.map(lambda w, u: w - rate * u, weights, updates)
+        return weights, state, loss_sum + loss
 
     @functools.partial(jax.jit, donate_argnums=(2, 3))
-    def run(tokens, starts, weights, state, first, count):
-        body = functools.partial(step, tokens, starts)
+    def run(tokens, starts, weights, state, first, count, total):
+        body = functools.partial(step, tokens, starts, total)
         carry = weights, state, jnp.float32(0.0)
-        weights, state, total = lax.fori_loop(first, first + count, body, carry)
-        return weights, state, total / count
+        weights, state, loss_sum = lax.fori_loop(first, first + count, body, carry)
+        return weights, state, loss_sum / count
 
     return functools.partial(run, data.tokens, data.starts), transform
 
@@ -217,18 +228,48 @@ def fit(config: ModelConfig, train: TrainConfig, folder: Path, numerics: Numeric
     run, transform = make_run(config, train, splits["train"], numerics)
     weights = initial_weights(config, train.seed)
     state = transform.init(weights)
-    best, history, began = weights, [], time.perf_counter()
-    for first in range(0, train.steps, train.eval_every):
-        count = min(train.eval_every, train.steps - first)
-        weights, state, loss = run(weights, state, jnp.int32(first), jnp.int32(count))
+    best, history, clock = weights, [], Clock(train)
+    step = 0
+    while step < clock.total:
+        count = min(train.eval_every, clock.total - step)
+        numbers = (jnp.int32(n) for n in (step, count, clock.total))
+        weights, state, loss = run(weights, state, *numbers)
         valid = validation_loss(config, train, splits["valid"], weights, numerics)
-        record = {"step": first + count, "train_loss": float(loss), "valid_loss": valid,
-                  "seconds": round(time.perf_counter() - began, 1)}  # fmt: skip
+        step += count
+        record = {"step": step, "train_loss": float(loss), "valid_loss": valid,
+                  "seconds": clock.tick(count)}  # fmt: skip
         print(json.dumps(record), flush=True)
         if not history or valid < min(r["valid_loss"] for r in history):
             best = jax.tree.map(jnp.copy, weights)
         history.append(record)
     return best, history
+
+
+class Clock:
+    """The number of steps: as configured, or fewer when a time budget allows no more.
+
+    The first interval compiles, so that the second one decides.
+    """
+
+    def __init__(self, train: TrainConfig):
+        self.total = train.steps
+        self._budget = 60 * train.minutes
+        self._began = self._last = time.perf_counter()
+        self._ticks = self._done = 0
+
+    def tick(self, steps: int) -> float:
+        """Seconds since the start, after an interval of `steps` steps."""
+        now = time.perf_counter()
+        self._ticks, self._done = self._ticks + 1, self._done + steps
+        if self._budget and self._ticks == 2:
+            left = self._began + self._budget - now
+            affordable = self._done + int(left * steps / (now - self._last))
+            self.total = max(self._done, min(self.total, affordable))
+            print(
+                f"{(now - self._last) / steps:.4f} s a step, {self.total} steps in all", flush=True
+            )
+        self._last = now
+        return round(now - self._began, 1)
 
 
 # --- samples --------------------------------------------------------------------------------------
