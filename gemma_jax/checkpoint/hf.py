@@ -83,15 +83,18 @@ class HfCheckpoint:
             rest = strip_prefix(info.name)
             if rest.startswith(TOWERS):
                 self.dropped[info.name] = info
-            elif rest not in shapes:
+                continue
+            if rest not in shapes:
                 problems.add(f"{info.name} ({info}): unknown tensor, not part of this config")
-            elif rest in self.used:
+                continue
+            if rest in self.used:
                 problems.add(f"{info.name}: duplicate of {self.used[rest].name}")
+                continue
+            _check_tensor(problems, info, shapes[rest])
+            if rest in expected:
+                self.used[rest] = info
             else:
-                _check_tensor(problems, info, shapes[rest])
-                (self.used if rest in expected else self.dropped)[
-                    rest if rest in expected else info.name
-                ] = info
+                self.dropped[info.name] = info
         for name in sorted(set(expected) - set(self.used)):
             problems.add(f"{name}: missing; expected shape {list(expected[name])}")
         problems.check()
