@@ -1,6 +1,7 @@
 """What the network is: `ModelConfig`, read from a Hugging Face `config.json` or from a preset.
 
-Source of fields, defaults and sizes: transformers 5.17 `Gemma4TextConfig` and the published config files.
+Source of fields, defaults and sizes: transformers 5.17 `Gemma4TextConfig` and the published
+config files.
 """
 
 import dataclasses
@@ -282,7 +283,7 @@ class ModelConfig:
         }
 
 
-# --- reading ---------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------
 
 
 def _hf_fields(text: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
@@ -305,7 +306,12 @@ def _hf_fields(text: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     ropes = text.get("rope_parameters")
     if ropes is not None:
         fields |= _ropes_from_hf(ropes)
-    ignored = sorted(set(text) - known - {"rope_parameters"} - _NOT_ARCHITECTURE)
+    overrides = text.get("per_layer_config")
+    if overrides is not None:
+        fields |= _global_heads_from_hf(overrides, fields)
+    ignored = sorted(
+        set(text) - known - {"rope_parameters", "per_layer_config"} - _NOT_ARCHITECTURE
+    )
     if ignored:
         logger.info("config fields with no effect on the text decoder: %s", ", ".join(ignored))
     return fields | {"ignored_fields": tuple(ignored)}
@@ -343,6 +349,37 @@ def _ropes_from_hf(ropes: Any) -> dict[str, RopeConfig]:
     return out
 
 
+def _global_heads_from_hf(overrides: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """The full-attention head sizes from `per_layer_config`, as transformers 5.17 saves them.
+
+    It maps the index of each full-attention layer to the same overrides of head_dim and
+    num_key_value_heads.
+    """
+    if not isinstance(overrides, dict) or not all(isinstance(o, dict) for o in overrides.values()):
+        raise ConfigError(f"per_layer_config={overrides!r}: expected {{layer index: overrides}}")
+    layer_types = fields["layer_types"] or ModelConfig(**fields).layer_types
+    full = {i for i, kind in enumerate(layer_types) if kind == FULL} | {len(layer_types) - 1}
+    values = list(overrides.values())
+    same = all(o == values[0] for o in values)
+    if {str(i) for i in full} != {str(i) for i in overrides} or not same:
+        raise ConfigError(
+            f"per_layer_config: expected the same overrides for the full-attention layers"
+            f" {sorted(full)} and no others, got {overrides!r}"
+        )
+    unknown = set(values[0]) - {"head_dim", "num_key_value_heads"}
+    if unknown:
+        raise ConfigError(
+            f"per_layer_config: unsupported override(s) {sorted(unknown)};"
+            " allowed: head_dim, num_key_value_heads"
+        )
+    if "num_key_value_heads" in values[0] and not fields.get("attention_k_eq_v", False):
+        raise ConfigError("per_layer_config.num_key_value_heads: needs attention_k_eq_v=true")
+    return {
+        "global_head_dim": values[0].get("head_dim", fields.get("head_dim", 256)),
+        "num_global_key_value_heads": values[0].get("num_key_value_heads"),
+    }
+
+
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     out: dict[str, Any] = {"rope_type": rope.rope_type, "rope_theta": rope.rope_theta}
     if rope.rope_type == "proportional":
@@ -352,7 +389,7 @@ def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     return out
 
 
-# --- checks ----------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------
 
 _NULLABLE = {
     "num_global_key_value_heads", "num_experts", "top_k_experts", "moe_intermediate_size",
@@ -457,7 +494,7 @@ def _validate_tokens(c: ModelConfig) -> None:
             raise ConfigError(f"{name}={value!r}: expected an id in [0, vocab_size={c.vocab_size})")
 
 
-# --- presets ---------------------------------------------------------------------------------------
+# --- presets ----------------------------------------------------------------------------------
 
 
 def _pattern(sliding: int, repeats: int) -> tuple[LayerKind, ...]:

@@ -48,12 +48,14 @@ class Chunk:
       ids: [G, T] int32, right-padded.
       start: [G] int32, position of the first token.
       lengths: [G] int32, tokens that count; 0 for a padding row.
+      ends: [G] bool, the chunk ends its prompt, so that the first token is due.
       rows: [G] int32, the batch row of each; a padding row names one past the last.
     """
 
     ids: jax.Array
     start: jax.Array
     lengths: jax.Array
+    ends: jax.Array
     rows: jax.Array
 
 
@@ -105,9 +107,8 @@ def prefill(
     chunk: Chunk,
     table: SamplingTable,
 ) -> tuple[KVCache, RowState, StepOutput | None]:
-    """Stores the chunk's K and V; with `wants_token` samples the first token of its rows.
+    """Stores the chunk's K and V; with `wants_token` samples a first token where a prompt ends.
 
-    Rows of the chunk whose prompt goes on must not be among the rows of a call with `wants_token`.
     The output covers the chunk's G rows, one token each.
     """
     model, numerics = program.model(leaves), program.numerics
@@ -122,7 +123,7 @@ def prefill(
     rows = jax.tree.map(lambda x: x.at[chunk.rows].get(mode="clip"), (table, state))
     row_table, row_state = rows
     row_state = dataclasses.replace(row_state, position=chunk.start + chunk.lengths)
-    active = (chunk.lengths > 0) & ~row_state.finished
+    active = chunk.ends & ~row_state.finished
     tokens = sample(logits, row_table, row_state, statics)
     row_state = advance(row_state, row_table, tokens, active)
     state = jax.tree.map(lambda x, y: x.at[chunk.rows].set(y, mode="drop"), state, row_state)

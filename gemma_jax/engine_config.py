@@ -1,0 +1,116 @@
+"""How the network runs: dtype, rounding, limits and batch sizes."""
+
+from dataclasses import dataclass
+
+import jax
+
+from gemma_jax.buckets import MIN_CHUNK
+from gemma_jax.config import ModelConfig
+from gemma_jax.errors import ConfigError, UnsupportedError
+from gemma_jax.numerics import ROUNDINGS, Numerics, Rounding
+
+DTYPES = ("auto", "bfloat16", "float32")
+KERNELS = ("auto", "reference")
+MAX_CHUNK = 2048
+"""Longest prefill chunk in tokens; a longer one makes no matrix product faster."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of `LLM`; `None` means a default that `resolve` derives.
+
+    Attributes:
+      dtype: "bfloat16", "float32", or "auto" for the checkpoint's own.
+      rounding: whose bf16 rounding points to reproduce, "hf" or "vllm".
+      fast_prefill: run KV-shared layers only on the prompt rows whose logits are wanted.
+      kernels: "auto" or "reference" (plain jax.numpy).
+      max_model_len: most tokens of a sequence, prompt and output; the model's own limit by default.
+      max_num_seqs: most sequences decoded at a time.
+      max_num_batched_tokens: most prompt tokens of one prefill call.
+      gpu_memory_utilization: share of the device's memory that weights and caches may take.
+      decode_steps: tokens a sequence gets in one decode call at most.
+      page_size: tokens a page of the KV cache.
+      seed: of the requests that bring none.
+    """
+
+    dtype: str = "auto"
+    rounding: Rounding = "hf"
+    fast_prefill: bool = True
+    kernels: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    decode_steps: int = 32
+    page_size: int = 128
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.dtype == "float16":
+            raise UnsupportedError(
+                "dtype='float16': activations of Gemma 4 exceed its range (E2B overflows);"
+                " use 'bfloat16' or 'float32'"
+            )
+        for name, allowed in (("dtype", DTYPES), ("rounding", ROUNDINGS), ("kernels", KERNELS)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}"
+                )
+        if not isinstance(self.fast_prefill, bool):
+            raise ConfigError(f"fast_prefill={self.fast_prefill!r}: expected True or False")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        _check_int("max_num_seqs", self.max_num_seqs, 1)
+        _check_int("decode_steps", self.decode_steps, 1)
+        _check_int("page_size", self.page_size, MIN_CHUNK)
+        _check_int("seed", self.seed, 0)
+        if self.page_size % MIN_CHUNK:
+            raise ConfigError(f"page_size={self.page_size}: expected a multiple of {MIN_CHUNK}")
+        if self.max_model_len is not None:
+            _check_int("max_model_len", self.max_model_len, 2)
+        if self.max_num_batched_tokens is not None:
+            _check_int("max_num_batched_tokens", self.max_num_batched_tokens, MIN_CHUNK)
+        share = self.gpu_memory_utilization
+        if not (isinstance(share, int | float) and 0 < share <= 1):
+            raise ConfigError(f"gpu_memory_utilization={share!r}: expected a number in (0, 1]")
+
+    def numerics(self, model: ModelConfig) -> Numerics:
+        """The resolved precision rules.
+
+        Raises:
+          UnsupportedError: "auto" on a float16 checkpoint.
+        """
+        dtype = model.dtype if self.dtype == "auto" else self.dtype
+        if dtype == "float16":
+            raise UnsupportedError(
+                "dtype='auto': the checkpoint is float16, whose range E2B's activations exceed;"
+                " ask for dtype='bfloat16' or 'float32'"
+            )
+        return Numerics(dtype, self.rounding)
+
+    def context_length(self, model: ModelConfig) -> int:
+        """Most tokens of a sequence.
+
+        Raises:
+          ConfigError: `max_model_len` exceeds what the model was built for.
+        """
+        limit = model.max_position_embeddings
+        if self.max_model_len is None:
+            return limit
+        if self.max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len={self.max_model_len}: at most max_position_embeddings={limit}"
+            )
+        return self.max_model_len
+
+    def prefill_tokens(self) -> int:
+        """Prompt tokens of one prefill call, a multiple of the shortest chunk."""
+        default = 16_384 if jax.default_backend() == "gpu" else 2048
+        budget = self.max_num_batched_tokens or default
+        return max(MIN_CHUNK, budget // MIN_CHUNK * MIN_CHUNK)
+
+
+def _check_int(name: str, value: object, minimum: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ConfigError(f"{name}={value!r}: expected an integer of at least {minimum}")
