@@ -15,7 +15,8 @@ VOCAB_SIZE = 1024
 
 
 def _pattern(sliding: int, repeats: int) -> tuple[LayerKind, ...]:
-    kinds: list[LayerKind] = [SLIDING] * sliding + [FULL]
+    kinds: list[LayerKind] = [SLIDING for _ in range(sliding)]
+    kinds.append(FULL)
     return tuple(kinds * repeats)
 
 

@@ -1,0 +1,1 @@
+"""Scripts that record what transformers computes; only they need the `parity` extra."""
