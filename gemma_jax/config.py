@@ -374,10 +374,14 @@ def _global_heads_from_hf(overrides: Any, fields: dict[str, Any]) -> dict[str, A
         )
     if "num_key_value_heads" in values[0] and not fields.get("attention_k_eq_v", False):
         raise ConfigError("per_layer_config.num_key_value_heads: needs attention_k_eq_v=true")
-    return {
+    heads = {
         "global_head_dim": values[0].get("head_dim", fields.get("head_dim", 256)),
         "num_global_key_value_heads": values[0].get("num_key_value_heads"),
     }
+    for name, value in heads.items():
+        if fields.get(name, value) != value:
+            raise ConfigError(f"{name}={fields[name]!r}: per_layer_config says {value!r}")
+    return heads
 
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
