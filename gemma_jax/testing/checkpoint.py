@@ -1,7 +1,7 @@
 """Writes a random Hugging Face checkpoint with the published tensor names and shapes.
 
     python -m gemma_jax.testing.checkpoint --preset e2b --seed 0 --out DIR \
-        [--set field=value ...] [--dtype bfloat16] [--shards 1]
+        [--set field=value ...] [--dtype bfloat16] [--shards 1] [--overwrite]
 
 The directory holds `config.json` (`Gemma4ForCausalLM`, `gemma4_text`, the 12B too),
 `generation_config.json` and safetensors, the unused K and V of KV-shared layers included; no
@@ -15,29 +15,24 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from gemma_jax.checkpoint.atomic import new_directory
+from gemma_jax.checkpoint.dtypes import STORED, STORED_NAMES
 from gemma_jax.checkpoint.names import Shape, hf_shapes, unused_shapes
 from gemma_jax.config import ModelConfig, RopeConfig
-from gemma_jax.errors import CheckpointError, ConfigError, GemmaError
+from gemma_jax.errors import ConfigError, GemmaError
 from gemma_jax.testing.configs import named_config
 from gemma_jax.testing.weights import BLOCK_ELEMENTS, random_block
 
-DTYPES: dict[str, tuple[str, np.dtype]] = {
-    "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)),
-    "float16": ("F16", np.dtype(np.float16)),
-    "float32": ("F32", np.dtype(np.float32)),
-}
+DTYPES = {dtype.name: dtype for dtype in STORED.values()}
 MAX_THREADS = 16
 _ROPES = ("sliding_rope", "full_rope")
 _FIXED = ("model_type", "dtype", "ignored_fields")
@@ -59,6 +54,7 @@ def write_checkpoint(
     dtype: str = "bfloat16",
     *,
     shards: int = 1,
+    overwrite: bool = False,
 ) -> Path:
     """Writes the checkpoint directory `out` and returns its path.
 
@@ -68,10 +64,11 @@ def write_checkpoint(
       seed: of the random weights.
       dtype: bfloat16, float16 or float32: the float32 values of the recipe, rounded once.
       shards: number of safetensors files; more than one come with an index.
+      overwrite: replace a checkpoint that is there.
 
     Raises:
       ConfigError: `dtype`, `seed` or `shards` is not allowed.
-      CheckpointError: `out` exists and is not an empty directory.
+      CheckpointError: `out` exists, cannot be written, or the disk has too little room.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r}: expected one of {', '.join(map(repr, DTYPES))}")
@@ -79,19 +76,11 @@ def write_checkpoint(
     if isinstance(shards, bool) or not isinstance(shards, int) or not 1 <= shards <= len(shapes):
         raise ConfigError(f"shards={shards!r}: expected an integer from 1 to {len(shapes)} tensors")
     out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: exists and is not an empty directory; remove it first")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".tmp", dir=out.parent))
-    try:
-        partial.chmod(0o755)
-        _write_json(partial / "config.json", config.replace(dtype=dtype).to_hf())
-        _write_json(partial / "generation_config.json", _generation_config(config))
-        _write_weights(partial, shapes, seed, dtype, shards)
-        partial.replace(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    needed = sum(map(math.prod, shapes.values())) * DTYPES[dtype].itemsize
+    with new_directory(out, overwrite=overwrite, needed_bytes=needed) as folder:
+        _write_json(folder / "config.json", config.replace(dtype=dtype).to_hf())
+        _write_json(folder / "generation_config.json", _generation_config(config))
+        _write_weights(folder, shapes, seed, DTYPES[dtype], shards)
     return out
 
 
@@ -117,9 +106,8 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def _write_weights(
-    folder: Path, shapes: dict[str, Shape], seed: int, dtype: str, shards: int
+    folder: Path, shapes: dict[str, Shape], seed: int, dtype: np.dtype, shards: int
 ) -> None:
-    itemsize = DTYPES[dtype][1].itemsize
     weight_map = {}
     for number, part in enumerate(_split(shapes, shards), start=1):
         name = f"model-{number:05d}-of-{shards:05d}.safetensors"
@@ -127,7 +115,7 @@ def _write_weights(
         _write_file(folder / name, part, seed, dtype)
         weight_map |= dict.fromkeys(part, name)
     if shards > 1:
-        total = sum(math.prod(shape) for shape in shapes.values()) * itemsize
+        total = sum(map(math.prod, shapes.values())) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
 
@@ -135,7 +123,7 @@ def _write_weights(
 def _split(shapes: dict[str, Shape], shards: int) -> list[dict[str, Shape]]:
     """Consecutive parts of roughly equal size, none of them empty."""
     parts: list[dict[str, Shape]] = [{}]
-    left = sum(math.prod(shape) for shape in shapes.values())
+    left = sum(map(math.prod, shapes.values()))
     filled = 0
     for position, (name, shape) in enumerate(shapes.items()):
         open_parts = shards - len(parts)
@@ -149,15 +137,18 @@ def _split(shapes: dict[str, Shape], shards: int) -> list[dict[str, Shape]]:
     return parts
 
 
-def _layout(shapes: dict[str, Shape], dtype: str) -> tuple[bytes, list[Tensor]]:
+def _layout(shapes: dict[str, Shape], dtype: np.dtype) -> tuple[bytes, list[Tensor]]:
     """The file's header bytes and the place of every tensor."""
-    code, kind = DTYPES[dtype]
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     ends = []
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * kind.itemsize
-        entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": STORED_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
         ends.append((name, shape, begin))
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -165,14 +156,13 @@ def _layout(shapes: dict[str, Shape], dtype: str) -> tuple[bytes, list[Tensor]]:
     return header, [Tensor(name, shape, len(header) + begin) for name, shape, begin in ends]
 
 
-def _write_file(path: Path, shapes: dict[str, Shape], seed: int, dtype: str) -> None:
+def _write_file(path: Path, shapes: dict[str, Shape], seed: int, dtype: np.dtype) -> None:
     header, tensors = _layout(shapes, dtype)
     blocks = (
         (tensor, start)
         for tensor in tensors
         for start in range(0, math.prod(tensor.shape), BLOCK_ELEMENTS)
     )
-    kind = DTYPES[dtype][1]
     with path.open("wb") as file, ThreadPoolExecutor(_threads()) as pool:
         file.write(header)
         file.flush()
@@ -181,8 +171,8 @@ def _write_file(path: Path, shapes: dict[str, Shape], seed: int, dtype: str) -> 
             tensor, start = block
             count = min(BLOCK_ELEMENTS, math.prod(tensor.shape) - start)
             values = random_block(tensor.name, tensor.shape, seed, start, count)
-            data = values.astype(kind).view(np.uint8).data
-            _write_at(file.fileno(), data, tensor.offset + start * kind.itemsize)
+            data = values.astype(dtype).view(np.uint8).data
+            _write_at(file.fileno(), data, tensor.offset + start * dtype.itemsize)
 
         for _ in pool.map(write, blocks):
             pass
@@ -258,6 +248,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--shards", type=int, default=1, help="number of files (default 1)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in DIR")
     return parser
 
 
@@ -266,7 +257,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         config = override(named_config(args.preset), args.settings)
-        path = write_checkpoint(config, args.out, args.seed, args.dtype, shards=args.shards)
+        path = write_checkpoint(
+            config, args.out, args.seed, args.dtype, shards=args.shards, overwrite=args.overwrite
+        )
     except (GemmaError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
