@@ -149,6 +149,8 @@ def attend_in_blocks(
 # --- vLLM's rounding ---------------------------------------------------------------------------
 
 VLLM_PREFILL_TILE = 32
+VLLM_BLOCK_ROWS = 16
+"""Query rows (positions times query heads of a group) that share a pass over the keys."""
 VLLM_SEGMENTS = 16
 
 
@@ -181,11 +183,14 @@ def _tiled_attention(
     scores = scores.reshape(batch, num_kv, groups, length, tiles, tile)
     restart = _segment_starts(keys.positions[:, ::tile], q_positions, tile) if single else None
     running = _running_max(jnp.max(scores, axis=-1), restart)
+    if window is not None and not single:
+        start = _first_maximum(q_positions, window, groups)
+        running = jnp.maximum(running, start[:, None, None, :, None])
+    top = jnp.max(running, axis=-1)
     seen = ~jnp.isneginf(running)
     running = jnp.where(seen, running, 0.0)
     weights = jnp.exp(scores - running[..., None])
 
-    top = jnp.max(scores, axis=(-1, -2))
     rescale = jnp.where(seen, jnp.exp(running - top[..., None]), 0.0)[..., None]
     total = jnp.sum(weights * rescale, axis=(-1, -2))
     flat = (numerics.round(weights) * rescale).reshape(batch, num_kv, groups, length, -1)
@@ -205,6 +210,21 @@ def _pad_keys(keys: KeyBlock, mask: jax.Array, padding: int) -> tuple[KeyBlock, 
         jnp.concatenate([keys.positions, last], axis=1),
     )
     return padded, jnp.pad(mask, ((0, 0), (0, 0), (0, padding)))
+
+
+def _first_maximum(q_positions: jax.Array, window: int, groups: int) -> jax.Array:
+    """Where the running maximum of a row starts, [B, T]: -inf, or 0 after a tile it cannot see.
+
+    That tile is there when the window of the first row of its block begins a tile earlier.
+    """
+    block = max(VLLM_BLOCK_ROWS // groups, 1)
+    length = q_positions.shape[1]
+    block_starts = q_positions[:, jnp.arange(length) // block * block]
+
+    def first_tile(position: jax.Array) -> jax.Array:
+        return jnp.maximum(position - window + 1, 0) // VLLM_PREFILL_TILE
+
+    return jnp.where(first_tile(block_starts) < first_tile(q_positions), 0.0, -jnp.inf)
 
 
 def _segment_starts(tile_positions: jax.Array, q_positions: jax.Array, tile: int) -> jax.Array:
