@@ -53,7 +53,7 @@ def make_header(
     }
 
 
-def make_row(row_id: str | int, output: RequestOutput) -> dict[str, Any]:
+def make_row(row_id: str | int | None, output: RequestOutput) -> dict[str, Any]:
     """Return the row of one finished request: its first completion, or its error."""
     if output.error is not None:
         row = error_row(row_id, output.error)
