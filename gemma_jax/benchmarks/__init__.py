@@ -1,0 +1,1 @@
+"""Benchmarks behind `gemma-jax bench`: latency, throughput, loading; one JSON row a measurement."""

@@ -1,0 +1,1 @@
+"""Benchmarks for use from a checkout: thin entry points over `gemma_jax.benchmarks`."""

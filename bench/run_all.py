@@ -1,0 +1,107 @@
+"""Every end-to-end measurement of one GPU in one command, in order of importance, within a time budget.
+
+    python -m bench.run_all --out FOLDER
+
+Each part is a process of its own and appends its rows as they come, so that a part that fails or
+runs out of time leaves the rows before it: `<yyyymmdd>-<device>-<bench>.jsonl` in FOLDER. Kernel
+tables of the profiled workloads go to FOLDER too.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+WORKLOADS = (
+    "8x2048+1", "1x128+256", "64x128+256", "64x2048+1", "64x2048+16", "256x128+128", "1x2048+1",
+    "4x1024+1",
+)  # fmt: skip
+PROFILED = ("8x2048+1", "1x128+256")
+PROFILE_SECONDS, LOAD_SECONDS = 80, 120
+"""Kept free for the parts that come last."""
+
+
+class Part(NamedTuple):
+    """One command, and the seconds that must be left for later parts when it is stopped."""
+
+    name: str
+    command: list[str]
+    reserve: float
+
+
+def parts(args: argparse.Namespace) -> list[Part]:
+    """The chosen parts in order."""
+    common = ["--preset", args.preset]
+    rows = ["--output-json", str(args.out)]
+    if args.commit:
+        rows += ["--commit", args.commit]
+    workloads = [x for w in args.workload or WORKLOADS for x in ("--workload", w)]
+    profiled = [x for w in args.profile_workload or PROFILED for x in ("--workload", w)]
+    once = ["--num-iters", "1", "--num-iters-warmup", "0", "--profile", str(args.traces)]
+    every = {
+        "throughput": [*common, *workloads, *rows],
+        "profile": [*common, *profiled, *once],
+        "load": [*common, *rows],
+    }
+    reserves = {"throughput": PROFILE_SECONDS + LOAD_SECONDS, "profile": LOAD_SECONDS, "load": 0}
+    chosen = [name for name in every if name in args.only]
+    later = {name: reserves[name] if len(chosen) > 1 else 0 for name in chosen}
+    module = {"throughput": "throughput", "profile": "throughput", "load": "load"}
+    return [
+        Part(n, [sys.executable, "-m", f"bench.{module[n]}", *every[n]], later[n]) for n in chosen
+    ]
+
+
+def run(part: Part, seconds: float) -> int | None:
+    """Runs a part for at most `seconds`; its exit code, None if it was stopped."""
+    print(f"+ {shlex.join(part.command[1:])}   (at most {seconds:.0f} s)", flush=True)
+    process = subprocess.Popen(part.command, start_new_session=True)
+    try:
+        return process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def main() -> int:
+    """Runs the parts; the exit code is 1 if one failed or was stopped."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the result rows")
+    parser.add_argument("--traces", type=Path, default=Path("/tmp/gemma-jax-traces"))
+    parser.add_argument("--preset", default="e2b", help="shape of the model (default: e2b)")
+    parser.add_argument("--commit", metavar="HASH[-dirty]", help="where git cannot tell")
+    parser.add_argument("--budget", type=float, default=530, help="seconds for everything")
+    parser.add_argument(
+        "--only", type=lambda x: x.split(","), default=["throughput", "profile", "load"],
+        help="comma-separated parts: throughput, profile, load (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--workload", action="append", help="instead of the usual ones")
+    parser.add_argument("--profile-workload", action="append", help="instead of the usual ones")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + args.budget
+    failed = []
+    for part in parts(args):
+        start = time.monotonic()
+        code = run(part, max(end - part.reserve - start, 1))
+        took = time.monotonic() - start
+        print(f"= {part.name}: {took:.0f} s, {'stopped' if code is None else f'exit {code}'}")
+        if code != 0:
+            failed.append(part.name)
+        for table in args.traces.glob("*/kernels.txt"):
+            name = f"profile-{table.parent.name.replace('+', '-')}.txt"
+            (args.out / name).write_bytes(table.read_bytes())
+    print(f"done; failed: {', '.join(failed) or 'none'}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

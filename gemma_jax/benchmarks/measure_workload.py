@@ -1,0 +1,112 @@
+"""One workload on one model: time it, check that every token came, derive the rates."""
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gemma_jax.benchmarks.ceilings import Ceilings
+from gemma_jax.benchmarks.costs import decode_bytes, workload_flops
+from gemma_jax.benchmarks.rows import Row, peak_memory_bytes
+from gemma_jax.benchmarks.timing import Timing, measure
+from gemma_jax.benchmarks.workload import Workload
+from gemma_jax.errors import RequestError
+from gemma_jax.llm import LLM
+from gemma_jax.sampling_params import SamplingParams
+
+
+class WorkloadRunner:
+    """Runs workloads on `llm` with fresh random prompts a call, greedily and past any EOS."""
+
+    def __init__(self, llm: LLM, seed: int = 0):
+        self.llm = llm
+        self._rng = np.random.default_rng(seed)
+
+    def prompts(self, workload: Workload) -> list[dict[str, list[int]]]:
+        return workload.prompts(self._rng, self.llm.model_config.vocab_size)
+
+    def run(self, workload: Workload, prompts: list[dict[str, list[int]]]) -> None:
+        """Generates; returns when every token is on the host.
+
+        Raises:
+          RequestError: a prompt was refused or did not get all its tokens.
+        """
+        params = SamplingParams(
+            temperature=0.0, max_tokens=workload.output_len, ignore_eos=True, detokenize=False
+        )
+        for output in self.llm.generate(prompts, params, use_tqdm=False):
+            if output.error:
+                raise RequestError(output.error)
+            tokens = len(output.outputs[0].token_ids)
+            if tokens != workload.output_len:
+                raise RequestError(
+                    f"output_len={workload.output_len}: only {tokens} tokens fit in a context of"
+                    f" {self.llm.max_model_len}"
+                )
+
+    def measure(self, workload: Workload, warmup: int, iters: int) -> Timing:
+        return measure(
+            lambda: self.prompts(workload), lambda p: self.run(workload, p), warmup, iters
+        )
+
+
+def guarded(row: Row, fill: Callable[[Row], None]) -> Row:
+    """`row` filled in, or with the reason why it could not be; an interrupt passes."""
+    try:
+        fill(row)
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        row.fail(error)
+    return row
+
+
+def derived_rates(
+    llm: LLM, workload: Workload, median_ms: float, ceilings: Ceilings
+) -> dict[str, float | None]:
+    """Tokens a second, and shares of the ceilings over the whole workload, prompts included.
+
+    `bytes_per_s` and `mbu` count what the decode steps read, and exist only where there are any.
+    """
+    config, seconds = llm.model_config, median_ms / 1e3
+    flops = workload_flops(config, workload, llm.engine_config.fast_prefill)
+    itemsize = llm.runner.numerics.jnp_dtype.itemsize
+    read = decode_bytes(config, workload, itemsize) / seconds
+    return {
+        "tok_per_s": (workload.prompt_tokens + workload.generated_tokens) / seconds,
+        "prompt_tok_per_s": workload.prompt_tokens / seconds,
+        "generated_tok_per_s": workload.generated_tokens / seconds,
+        "flops_per_s": flops / seconds,
+        "bytes_per_s": read or None,
+        "mbu": read / ceilings.bandwidth or None,
+        "mfu": flops / seconds / ceilings.flops,
+    }
+
+
+def settings(llm: LLM, model: str, ceilings: Ceilings) -> dict[str, Any]:
+    """The `config` of a row."""
+    engine = llm.engine_config
+    return {
+        "model": model,
+        "dtype": llm.runner.numerics.dtype,
+        "rounding": engine.rounding,
+        "fast_prefill": engine.fast_prefill,
+        "kernels": engine.kernels,
+        "max_model_len": llm.max_model_len,
+        "max_num_seqs": engine.max_num_seqs,
+        "max_num_batched_tokens": engine.prefill_tokens(),
+        "decode_steps": engine.decode_steps,
+        "page_size": engine.page_size,
+        "prefix_caching": False,
+        "peak_flops": ceilings.flops,
+        "peak_bandwidth": ceilings.bandwidth,
+    }
+
+
+def fill(row: Row, runner: WorkloadRunner, workload: Workload, timing: Timing, c: Ceilings) -> None:
+    """Writes timing, memory and rates into a row."""
+    for name, value in timing.fields().items():
+        setattr(row, name, value)
+    row.peak_memory_bytes = peak_memory_bytes()
+    row.derived = derived_rates(runner.llm, workload, timing.median_ms, c)

@@ -1,0 +1,99 @@
+"""`RandomLLM`: an `LLM` whose weights are drawn on the device, so that no checkpoint is needed."""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gemma_jax.checkpoint.names import LeafSource, leaf_sources
+from gemma_jax.compilation_cache import enable_compilation_cache
+from gemma_jax.config import ModelConfig
+from gemma_jax.engine_config import EngineConfig
+from gemma_jax.generate import Limits
+from gemma_jax.generation_config import GenerationDefaults
+from gemma_jax.llm import LLM, _cache_budget
+from gemma_jax.model.transformer import abstract_model
+from gemma_jax.runner import Runner
+from gemma_jax.sharding import leaf_shardings, make_mesh
+from gemma_jax.testing.weights import tensor_moments
+
+MAX_BLOCK = 1 << 24
+"""Numbers drawn at a time, which bounds the memory of the generator."""
+
+
+class RandomLLM(LLM):
+    """A model of the given shape with random weights; prompts are token ids.
+
+    Args:
+      config: the network.
+      seed: of the weights.
+      **settings: the fields of `EngineConfig`.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int = 0, **settings: Any):
+        engine = EngineConfig(**settings)
+        numerics = engine.numerics(config)
+        enable_compilation_cache()
+        self.engine_config = engine
+        self.model_config = config
+        self.max_model_len = engine.context_length(config)
+        self.max_num_seqs = engine.max_num_seqs
+        self.generation_defaults = GenerationDefaults()
+        self.tokenizer = None
+        self._chat_template = None
+        shardings = leaf_shardings(abstract_model(config, numerics), make_mesh())
+        leaves = random_leaves(config, numerics.dtype, seed, shardings.__getitem__)
+        self._runner = Runner(config, numerics, leaves, engine.fast_prefill)
+        cache_bytes = _cache_budget(leaves, engine.gpu_memory_utilization)
+        self._limits = Limits.of(engine, self.max_model_len, cache_bytes)
+        self._seeds = np.random.default_rng(engine.seed)
+        self._ids = itertools.count()
+
+
+def random_leaves(
+    config: ModelConfig,
+    dtype: str,
+    seed: int,
+    sharding_for: Callable[[str], jax.sharding.Sharding],
+) -> dict[str, jax.Array]:
+    """Path → normal random array of every parameter, made on the device.
+
+    Means and standard deviations are those of `gemma_jax.testing.weights`, so that activations and
+    logits have realistic sizes; the numbers are not those of `gemma_jax.testing.checkpoint`.
+    """
+    key = jax.random.key(seed)
+    leaves = {}
+    for i, (path, source) in enumerate(leaf_sources(config).items()):
+        draw = _drawer(source.shape, dtype, sharding_for(path))
+        mean, std = leaf_moments(source)
+        leaves[path] = draw(jax.random.fold_in(key, i), np.float32(mean), np.float32(std))
+    return leaves
+
+
+def leaf_moments(source: LeafSource) -> tuple[float, float]:
+    """Mean and standard deviation of a leaf; the tensors fused into one share them."""
+    part = source.parts[0]
+    return tensor_moments(part.name, part.shape)
+
+
+@functools.cache
+def _drawer(shape: tuple[int, ...], dtype: str, sharding: jax.sharding.Sharding) -> Callable:
+    blocks = 1
+    while math.prod(shape) > blocks * MAX_BLOCK and shape[0] % (2 * blocks) == 0:
+        blocks *= 2
+    block_shape = (shape[0] // blocks, *shape[1:])
+
+    def draw(key: jax.Array, mean: jax.Array, std: jax.Array) -> jax.Array:
+        def block(key: jax.Array) -> jax.Array:
+            values = mean + std * jax.random.normal(key, block_shape, jnp.float32)
+            return values.astype(dtype)
+
+        return lax.map(block, jax.random.split(key, blocks)).reshape(shape)
+
+    return jax.jit(draw, out_shardings=sharding)
