@@ -51,7 +51,7 @@ TINY_CONFIGS: dict[str, ModelConfig] = {
         num_key_value_heads=2, num_global_key_value_heads=1, sliding_window=100,
     ),
     "26b-a4b-tiny": _tiny(
-        "26b-a4b", _pattern(5, 1), hidden_size=64, intermediate_size=96, num_attention_heads=4,
+        "26b-a4b", _pattern(5, 1), hidden_size=96, intermediate_size=96, num_attention_heads=4,
         num_key_value_heads=2, num_global_key_value_heads=1, sliding_window=80,
         num_experts=16, top_k_experts=4, moe_intermediate_size=32,
     ),
