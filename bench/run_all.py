@@ -1,10 +1,11 @@
-"""Every end-to-end measurement of one GPU in one command, in order of importance, within a time budget.
+"""Every end-to-end measurement of one GPU in one command, within a time budget.
 
     python -m bench.run_all --out FOLDER
 
-Each part is a process of its own and appends its rows as they come, so that a part that fails or
-runs out of time leaves the rows before it: `<yyyymmdd>-<device>-<bench>.jsonl` in FOLDER. Kernel
-tables of the profiled workloads go to FOLDER too.
+Parts and workloads run in order of importance. Each part is a process of its own and appends its
+rows as they come, so that a part that fails or runs out of time leaves the rows before it:
+`<yyyymmdd>-<device>-<bench>.jsonl` in FOLDER. Kernel tables of the profiled workloads go to FOLDER
+too.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def run(part: Part, seconds: float) -> int | None:
 
 def main() -> int:
     """Runs the parts; the exit code is 1 if one failed or was stopped."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(description="Measure one GPU.", allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of the result rows")
     parser.add_argument("--traces", type=Path, default=Path("/tmp/gemma-jax-traces"))
     parser.add_argument("--preset", default="e2b", help="shape of the model (default: e2b)")

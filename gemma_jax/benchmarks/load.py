@@ -57,7 +57,7 @@ def _measure(args: argparse.Namespace, folder: Path, model: str, arguments: Sequ
         for name, value in timing.fields().items():
             setattr(row, name, value)
         row.compile_ms = None
-        row.peak_memory_bytes = max((r["peak_memory_bytes"] or 0 for r in runs)) or None
+        row.peak_memory_bytes = max(r["peak_memory_bytes"] or 0 for r in runs) or None
         row.derived = {"bytes_per_s": runs[0]["weight_bytes"] / timing.median_ms * 1e3}
         row.result = runs[-1] | {name: _largest(runs, name) for name in _MEMORY}
 

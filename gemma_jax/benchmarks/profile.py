@@ -1,4 +1,4 @@
-"""Where a run spends the device's time: records a jax.profiler trace and sums it by kernel and op."""
+"""Where a run spends the device's time: a jax.profiler trace, summed by kernel and op."""
 
 import contextlib
 import re

@@ -1,4 +1,4 @@
-"""What latency and throughput share: ceilings, the model, a row a workload, profiles, the report."""
+"""What latency and throughput share: ceilings, the model, a row a workload, profiles."""
 
 import argparse
 import contextlib
@@ -68,7 +68,7 @@ def summary(row: Row) -> str:
     if row.status != "ok":
         return f"{row.case:>14}  {row.status}: {row.note}"
     rates = row.derived
-    shares = [f"{x} {100 * rates[x]:.1f} %" for x in ("mfu", "mbu") if rates.get(x)]
+    shares = [f"{x} {100 * share:.1f} %" for x in ("mfu", "mbu") if (share := rates[x])]
     memory = row.peak_memory_bytes
     return "  ".join(
         [

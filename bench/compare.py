@@ -1,0 +1,213 @@
+"""Markdown tables from result rows; every table in README and docs comes from here.
+
+    python -m bench.compare [FILE ...]              tables of these files (default: bench/results)
+    python -m bench.compare --update README.md ...  rewrites the tables inside documents
+
+In a document a table stands between `<!-- table: BENCH -->` and `<!-- end table -->`. Of several
+rows with the same benchmark, case, device and settings the newest counts.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], str]]
+
+
+def read_rows(files: Iterable[Path]) -> list[Row]:
+    """Every row of the files, in the order of their dates.
+
+    Raises:
+      ValueError: a line is not a JSON object; names file and line.
+    """
+    rows: list[Row] = []
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}, line {number}: not a result row ({error})") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{file}, line {number}: not a result row: {line[:60]}")
+            rows.append(row)
+    return sorted(rows, key=lambda row: row["date_utc"])
+
+
+def newest(rows: Sequence[Row]) -> list[Row]:
+    """The last row of each benchmark, case, device and variant, in order of first appearance."""
+    latest = {
+        (r["bench"], r["case"], r["device"]["kind"], variant(r)): r
+        for r in sorted(rows, key=lambda row: row["date_utc"])
+    }
+    return list(latest.values())
+
+
+def variant(row: Row) -> str:
+    """The implementation, with the settings that are not the usual ones."""
+    config = row["config"]
+    parts = [row["implementation"]]
+    if config.get("fast_prefill") is False:
+        parts.append("no fast prefill")
+    if config.get("rounding", "hf") != "hf":
+        parts.append(f"rounding {config['rounding']}")
+    if config.get("kernels", "auto") != "auto":
+        parts.append(f"kernels {config['kernels']}")
+    if "model" in config and config["model"] != "random weights, e2b":
+        parts.append(config["model"])
+    return ", ".join(parts)
+
+
+# --- columns --------------------------------------------------------------------------------------
+
+
+def _number(value: float | None, digits: int = 0, scale: float = 1.0) -> str:
+    return "–" if value is None else f"{value / scale:,.{digits}f}"
+
+
+def _derived(name: str, digits: int = 0, scale: float = 1.0) -> Callable[[Row], str]:
+    return lambda row: _number(row["derived"].get(name), digits, scale)
+
+
+def _result(name: str, digits: int = 0, scale: float = 1.0) -> Callable[[Row], str]:
+    return lambda row: _number(row["result"].get(name), digits, scale)
+
+
+def _percent(name: str) -> Callable[[Row], str]:
+    return _derived(name, 1, 0.01)
+
+
+def _milliseconds(row: Row) -> str:
+    low, high = row["p10_ms"], row["p90_ms"]
+    return f"{_number(row['median_ms'], 1)} ({_number(low, 1)}-{_number(high, 1)})"
+
+
+def _peak_gib(row: Row) -> str:
+    return _number(row["peak_memory_bytes"], 2, 2**30)
+
+
+CASE: Column = ("workload", lambda row: row["case"])
+VARIANT: Column = ("implementation", variant)
+ENGINE: tuple[Column, ...] = (
+    CASE,
+    VARIANT,
+    ("ms (p10-p90)", _milliseconds),
+    ("prompt tok/s", _derived("prompt_tok_per_s")),
+    ("generated tok/s", _derived("generated_tok_per_s")),
+    ("MFU %", _percent("mfu")),
+    ("MBU %", _percent("mbu")),
+    ("peak GiB", _peak_gib),
+    ("compile s", lambda row: _number(row["compile_ms"], 1, 1e3)),
+)
+COLUMNS: dict[str, tuple[Column, ...]] = {
+    "throughput": ENGINE,
+    "latency": ENGINE,
+    "load": (
+        ("checkpoint", lambda row: row["case"]),
+        ("file GB", lambda row: _number(row["config"].get("file_bytes"), 2, 1e9)),
+        ("seconds", lambda row: _number(row["median_ms"], 2, 1e3)),
+        ("peak RssAnon GiB", _result("peak_rss_anon_bytes", 2, 2**30)),
+        ("RssAnon before GiB", _result("rss_anon_before_bytes", 2, 2**30)),
+        ("peak RSS GiB", _result("peak_rss_bytes", 2, 2**30)),
+        ("peak device GiB", _peak_gib),
+    ),
+    "ceilings": (
+        ("measured", lambda row: row["case"]),
+        ("ms", lambda row: _number(row["median_ms"], 3)),
+        ("TFLOP/s", _derived("flops_per_s", 0, 1e12)),
+        ("TB/s", _derived("bytes_per_s", 2, 1e12)),
+    ),
+}
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def table(bench: str, rows: Sequence[Row]) -> str:
+    """The markdown tables of one benchmark, one a device; a failed row shows its status.
+
+    Raises:
+      ValueError: no such benchmark.
+    """
+    if bench not in COLUMNS:
+        raise ValueError(f"bench={bench!r}: expected one of {', '.join(COLUMNS)}")
+    chosen = newest([row for row in rows if row["bench"] == bench])
+    if not chosen:
+        return "No rows yet.\n"
+    kinds = dict.fromkeys(row["device"]["kind"] for row in chosen)
+    return "\n".join(
+        _device_table(bench, kind, [r for r in chosen if r["device"]["kind"] == kind])
+        for kind in kinds
+    )
+
+
+def _device_table(bench: str, kind: str, rows: Sequence[Row]) -> str:
+    columns = COLUMNS[bench]
+    lines = [f"{kind}, {_origin(rows)}:", "", _line(name for name, _ in columns)]
+    lines.append(_line("---" for _ in columns))
+    lines += [_line(_cells(row, columns)) for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row, columns: Sequence[Column]) -> list[str]:
+    if row["status"] == "ok":
+        return [value(row) for _, value in columns]
+    names = [value(row) if (name, value) in (CASE, VARIANT) else "" for name, value in columns]
+    names[0] = row["case"]
+    return [*names[:-1], row["status"]]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _origin(rows: Sequence[Row]) -> str:
+    """Versions, driver, commits and dates of the rows."""
+    versions = {
+        f"jax {r['versions']['jax']}, driver {r['versions']['driver'] or 'none'}" for r in rows
+    }
+    commits = {(r["commit"] or "unknown")[:7] + ("-dirty" if r["dirty"] else "") for r in rows}
+    dates = sorted({r["date_utc"][:10] for r in rows})
+    return (
+        f"{' / '.join(sorted(versions))}, commit {', '.join(sorted(commits))}, {', '.join(dates)}"
+    )
+
+
+def update(document: str, rows: Sequence[Row]) -> str:
+    """The document with each of its tables made anew."""
+
+    def replaced(match: re.Match[str]) -> str:
+        return f"{match[1]}{table(match[2], rows)}{match[3]}"
+
+    return _BLOCK.sub(replaced, document)
+
+
+def main() -> int:
+    """Prints or updates tables."""
+    parser = argparse.ArgumentParser(description="Markdown tables of results.", allow_abbrev=False)
+    parser.add_argument("files", nargs="*", type=Path, help="result files (default: all committed)")
+    parser.add_argument("--update", nargs="+", type=Path, default=[], metavar="DOCUMENT")
+    args = parser.parse_args()
+    try:
+        rows = read_rows(args.files or sorted(RESULTS.glob("*.jsonl")))
+        for path in args.update:
+            path.write_text(update(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if not args.update:
+        for bench in COLUMNS:
+            if any(row["bench"] == bench for row in rows):
+                print(f"### {bench}\n\n{table(bench, rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
