@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gemma_jax.config import ModelConfig
 from gemma_jax.model.cache import CacheLayout, KVCache, init_cache
@@ -285,6 +286,7 @@ class Runner:
         self.config, self.numerics, self.fast_prefill = config, numerics, fast_prefill
         names = named_parameters(abstract_model(config, numerics))
         self._leaves = [leaves[path] for path in names]
+        self._replicated = _replicated_like(self._leaves[0])
 
     @property
     def leaves(self) -> list[jax.Array]:
@@ -293,7 +295,7 @@ class Runner:
 
     def new_cache(self, layout: CacheLayout) -> KVCache:
         """An empty contiguous cache on the device."""
-        return _new_cache(self.config, layout, self.numerics.dtype)
+        return self._place(_new_cache(self.config, layout, self.numerics.dtype))
 
     def prefill(
         self,
@@ -311,7 +313,7 @@ class Runner:
         program = self._program(layout)
         return _prefill(
             program, has_past, wants_token, self.fast_prefill, statics,
-            self._leaves, cache, state, chunk, table,
+            self._leaves, cache, self._place(state), chunk, table,
         )  # fmt: skip
 
     def decode(
@@ -328,8 +330,9 @@ class Runner:
         """See `decode`; `cache` and `state` are consumed."""
         program = self._program(layout)
         return _decode(
-            program, max_steps, statics, self._leaves, cache, state, table, jnp.int32(steps)
-        )
+            program, max_steps, statics, self._leaves, cache, self._place(state), table,
+            jnp.int32(steps),
+        )  # fmt: skip
 
     def score(
         self,
@@ -346,6 +349,17 @@ class Runner:
 
     def _program(self, layout: CacheLayout) -> Program:
         return make_program(self.config, self.numerics, layout)
+
+    def _place[T](self, tree: T) -> T:
+        """Arrays where the programs leave theirs; placed otherwise they would compile again."""
+        return jax.device_put(tree, self._replicated)
+
+
+def _replicated_like(leaf: jax.Array) -> jax.sharding.Sharding:
+    """Whole arrays on the devices of `leaf`."""
+    if isinstance(leaf.sharding, NamedSharding):
+        return NamedSharding(leaf.sharding.mesh, PartitionSpec())
+    return leaf.sharding
 
 
 @partial(jax.jit, static_argnums=range(3))

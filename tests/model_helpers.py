@@ -1,13 +1,16 @@
 """Random models in memory, and the roundings of the numerics page redone in numpy."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
 from gemma_jax.checkpoint.names import leaf_sources
-from gemma_jax.config import ModelConfig
+from gemma_jax.config import FULL, SLIDING, ModelConfig
+from gemma_jax.model.transformer import abstract_model
 from gemma_jax.numerics import Numerics
 from gemma_jax.runner import Runner
+from gemma_jax.sharding import leaf_shardings, make_mesh
 from gemma_jax.testing.configs import TINY_CONFIGS
 from gemma_jax.testing.weights import random_weights
 
@@ -54,14 +57,14 @@ def norm(x, weight=None, eps: float = 1e-6) -> np.ndarray:
 
 
 def shallow(name: str) -> ModelConfig:
-    """A tiny config cut to six layers that keep both kinds, its KV sharing and a short window."""
+    """A tiny config cut to its few kinds of layers: compilation is what tests spend time on."""
     config = TINY_CONFIGS[name]
-    s, f = "sliding_attention", "full_attention"
-    kinds = (s, f, s, s, s, f) if config.num_kv_shared_layers else (s, s, f, s, s, f)
-    shared = 3 if config.num_kv_shared_layers else 0
+    shared = 2 if config.num_kv_shared_layers else 0
+    kinds = (SLIDING, FULL, SLIDING, FULL) if shared else (SLIDING, FULL, FULL)
     return config.replace(
-        num_hidden_layers=6, layer_types=kinds, num_kv_shared_layers=shared, sliding_window=24,
-        vocab_size=256, vocab_size_per_layer_input=256, max_position_embeddings=512,
+        num_hidden_layers=len(kinds), layer_types=kinds, num_kv_shared_layers=shared,
+        sliding_window=24, vocab_size=256, vocab_size_per_layer_input=256,
+        max_position_embeddings=512,
     )  # fmt: skip
 
 
@@ -77,5 +80,8 @@ def random_leaves(config: ModelConfig, dtype: str = "float32", seed: int = 0) ->
 
 
 def random_runner(config: ModelConfig, numerics: Numerics = F32, **settings) -> Runner:
-    """A runner over `random_leaves`."""
-    return Runner(config, numerics, random_leaves(config, numerics.dtype), **settings)
+    """A runner over `random_leaves`, placed as `LLM` places them."""
+    shardings = leaf_shardings(abstract_model(config, numerics), make_mesh())
+    leaves = random_leaves(config, numerics.dtype)
+    placed = {path: jax.device_put(leaf, shardings[path]) for path, leaf in leaves.items()}
+    return Runner(config, numerics, placed, **settings)
