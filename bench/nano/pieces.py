@@ -1,14 +1,14 @@
-"""Sections cut into pieces: whole sentences, some 60-400 tokens, each a document of its own."""
+"""Sections cut into pieces: whole sentences, some 25-220 tokens, each a document of its own."""
 
 import random
 import re
 
 from bench.nano.sources import Section
 
-SHORTEST, LONGEST = 220, 1500
+SHORTEST, LONGEST = 100, 700
 """Characters a piece aims at: the target is drawn between them, once a piece."""
 
-LIMIT = 1900
+LIMIT = 950
 """Characters above which a piece that found no end is dropped."""
 
 _ABBREVIATION = re.compile(r"\b(Mr|Mrs|Dr|St|Messrs|Esq|Capt|Col|Gen|No|[A-Z])\.$")
