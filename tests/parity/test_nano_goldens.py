@@ -1,0 +1,82 @@
+"""The nano model against recorded transformers runs, teacher-forced in bfloat16 and float32."""
+
+from pathlib import Path
+
+import adapter
+import numpy as np
+import pytest
+from compare import FLOAT32_LOGIT_TOLERANCE, FLOAT32_TIE_MARGIN, find_flips
+
+import gemma_jax
+from gemma_jax.llm import LLM
+from gemma_jax.testing.goldens import load_teacher_forced
+
+NANO = Path(gemma_jax.__file__).parent / "data" / "nano"
+RECORD = Path(__file__).parent / "data" / "nano.npz"
+MIN_TOP1 = 0.995
+MIN_TEXTS = 20
+MIN_ROWS = 5000
+
+pytestmark = pytest.mark.skipif(
+    not (NANO / "model.safetensors").exists(), reason="the nano weights are not in this checkout"
+)
+
+
+@pytest.fixture(scope="module")
+def record():
+    return load_teacher_forced(RECORD)
+
+
+def _logprobs(record, dtype):
+    """[rows, V] log-probabilities of our run."""
+    with LLM(NANO, dtype=dtype) as llm:
+        logits = [x[:-1] for x in adapter.teacher_force(llm, record.sequences)]
+    rows = np.concatenate(logits).astype(np.float64)
+    peak = rows.max(-1, keepdims=True)
+    return rows - peak - np.log(np.exp(rows - peak).sum(-1, keepdims=True))
+
+
+@pytest.fixture(scope="module")
+def bfloat16(record):
+    return _logprobs(record, "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def float32(record):
+    return _logprobs(record, "float32")
+
+
+def test_texts_are_many_and_cross_the_window(record):
+    assert len(record.sequences) >= MIN_TEXTS
+    assert len(record.argmax("bfloat16")) >= MIN_ROWS
+    assert max(map(len, record.sequences)) > 128
+
+
+def test_float32_logprobs_match_transformers(record, float32):
+    flips = find_flips(
+        [float32.argmax(-1)], [record.argmax("float32")], [record.margins("float32")]
+    )
+    print(*flips, sep="\n")
+    assert [str(flip) for flip in flips if flip.margin > FLOAT32_TIE_MARGIN] == []
+    ours = np.take_along_axis(float32, record.top_ids["float32"], axis=-1)
+    assert np.abs(ours - record.top_logprobs["float32"]).max() <= FLOAT32_LOGIT_TOLERANCE
+
+
+def test_bfloat16_top1_matches_transformers(record, bfloat16):
+    agree = bfloat16.argmax(-1) == record.argmax("bfloat16")
+    print(f"top-1 agreement {agree.mean():.4%} of {agree.size} rows")
+    assert agree.mean() >= MIN_TOP1
+
+
+def test_every_bfloat16_flip_is_inside_the_reference_noise(record, bfloat16):
+    noise = record.margin_noise()
+    flips = find_flips(
+        [bfloat16.argmax(-1)], [record.argmax("bfloat16")], [record.margins("bfloat16")]
+    )
+    print(f"noise {noise:.4f} nat", *flips, sep="\n")
+    assert [str(flip) for flip in flips if flip.margin > noise] == []
+
+
+def test_float32_agrees_where_bfloat16_flips(record, bfloat16, float32):
+    flipped = bfloat16.argmax(-1) != record.argmax("bfloat16")
+    np.testing.assert_array_equal(float32.argmax(-1)[flipped], record.argmax("float32")[flipped])
