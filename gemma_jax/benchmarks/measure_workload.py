@@ -12,7 +12,7 @@ from gemma_jax.benchmarks.costs import decode_bytes, workload_flops
 from gemma_jax.benchmarks.rows import Row, peak_memory_bytes
 from gemma_jax.benchmarks.timing import Timing, measure
 from gemma_jax.benchmarks.workload import Workload
-from gemma_jax.errors import RequestError
+from gemma_jax.errors import GemmaError, RequestError
 from gemma_jax.llm import LLM
 from gemma_jax.sampling_params import SamplingParams
 
@@ -57,7 +57,8 @@ def guarded(row: Row, fill: Callable[[Row], None]) -> Row:
     try:
         fill(row)
     except Exception as error:
-        traceback.print_exc(file=sys.stderr)
+        if not isinstance(error, GemmaError):
+            traceback.print_exc(file=sys.stderr)
         row.fail(error)
     return row
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -53,14 +54,17 @@ def device_events(data: Any) -> list[Event]:
 
     GPUs report them on lines called "Stream #…"; a CPU has no such lines and gives none.
     """
-    found = [
-        _event(event)
-        for plane in data.planes
-        if plane.name.startswith("/device:GPU")
-        for line in plane.lines
-        if line.name.startswith("Stream")
-        for event in line.events
-    ]
+    with warnings.catch_warnings():
+        # Its iterator types have no __module__; Python warns, and a warning made an error aborts.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = [
+            _event(event)
+            for plane in data.planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
     return sorted(found, key=lambda event: event.start)
 
 

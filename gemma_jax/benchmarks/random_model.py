@@ -26,6 +26,9 @@ from gemma_jax.testing.weights import tensor_moments
 MAX_BLOCK = 1 << 24
 """Numbers drawn at a time, which bounds the memory of the generator."""
 
+SMALL = 1 << 16
+"""Leaves of up to this many numbers are cut from one draw of a fixed size, which compiles once."""
+
 
 class RandomLLM(LLM):
     """A model of the given shape with random weights; prompts are token ids.
@@ -70,9 +73,12 @@ def random_leaves(
     key = jax.random.key(seed)
     leaves = {}
     for i, (path, source) in enumerate(leaf_sources(config).items()):
-        draw = _drawer(source.shape, dtype, sharding_for(path))
-        mean, std = leaf_moments(source)
-        leaves[path] = draw(jax.random.fold_in(key, i), np.float32(mean), np.float32(std))
+        arguments = jax.random.fold_in(key, i), *map(np.float32, leaf_moments(source))
+        if source.size <= SMALL:
+            values = _draw_small(dtype, *arguments)[: source.size].reshape(source.shape)
+            leaves[path] = jax.device_put(values, sharding_for(path))
+        else:
+            leaves[path] = _drawer(source.shape, dtype, sharding_for(path))(*arguments)
     return leaves
 
 
@@ -80,6 +86,11 @@ def leaf_moments(source: LeafSource) -> tuple[float, float]:
     """Mean and standard deviation of a leaf; the tensors fused into one share them."""
     part = source.parts[0]
     return tensor_moments(part.name, part.shape)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _draw_small(dtype: str, key: jax.Array, mean: jax.Array, std: jax.Array) -> jax.Array:
+    return (mean + std * jax.random.normal(key, (SMALL,), jnp.float32)).astype(dtype)
 
 
 @functools.cache
