@@ -1,8 +1,11 @@
 """What every test runs under: CPU only, offline, a fixed device count, warnings as errors."""
 
 import importlib.util
+import json
 import os
+import shutil
 import socket
+from importlib import resources
 
 import pytest
 
@@ -109,3 +112,26 @@ def key():
     import jax
 
     return jax.random.key(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Folder of a random two-layer model with nano's tokenizer: compiles in seconds, babbles."""
+    from gemma_jax.config import FULL, SLIDING, ModelConfig
+    from gemma_jax.testing.checkpoint import write_checkpoint
+
+    nano = resources.files("gemma_jax") / "data" / "nano"
+    config = ModelConfig.from_hf(json.loads((nano / "config.json").read_text()))
+    config = config.replace(
+        num_hidden_layers=2,
+        layer_types=(SLIDING, FULL),
+        num_kv_shared_layers=0,
+        hidden_size=64,
+        intermediate_size=64,
+        head_dim=32,
+        global_head_dim=64,
+    )
+    folder = write_checkpoint(config, tmp_path_factory.mktemp("model") / "tiny", dtype="float32")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(str(nano / name), folder)
+    return str(folder)
