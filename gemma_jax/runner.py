@@ -123,8 +123,9 @@ def prefill(
 
     rows = jax.tree.map(lambda x: x.at[chunk.rows].get(mode="clip"), (table, state))
     row_table, row_state = rows
-    row_state = dataclasses.replace(row_state, position=chunk.start + chunk.lengths)
-    active = chunk.ends & ~row_state.finished
+    active = chunk.ends & ~row_state.finished  # the others may have ended in an earlier chunk
+    position = jnp.where(active, chunk.start + chunk.lengths, row_state.position)
+    row_state = dataclasses.replace(row_state, position=position)
     tokens = sample(logits, row_table, row_state, statics)
     row_state = advance(row_state, row_table, tokens, active)
     state = jax.tree.map(lambda x, y: x.at[chunk.rows].set(y, mode="drop"), state, row_state)
