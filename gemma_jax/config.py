@@ -155,7 +155,7 @@ class ModelConfig:
 
     @property
     def first_shared_layer(self) -> int:
-        """Index of the first layer without K and V of its own; the number of layers when none share."""
+        """Index of the first layer without K and V of its own, or the number of layers."""
         return self.num_hidden_layers - self.num_kv_shared_layers
 
     @property
@@ -338,7 +338,8 @@ def _ropes_from_hf(ropes: Any) -> dict[str, RopeConfig]:
         extra = {k for k in set(entry) - allowed if entry[k] is not None}
         if extra:
             raise ConfigError(
-                f"rope_parameters.{kind}: unknown field(s) {sorted(extra)}; allowed: {sorted(allowed)}"
+                f"rope_parameters.{kind}: unknown field(s) {sorted(extra)};"
+                f" allowed: {sorted(allowed)}"
             )
         try:
             out[name] = RopeConfig(
@@ -448,7 +449,8 @@ def _validate_layers(c: ModelConfig) -> None:
         _check_choice(f"layer_types[{i}]", kind, (SLIDING, FULL))
     if len(c.layer_types) != c.num_hidden_layers:
         raise ConfigError(
-            f"layer_types has {len(c.layer_types)} entries, but num_hidden_layers={c.num_hidden_layers}"
+            f"layer_types has {len(c.layer_types)} entries,"
+            f" but num_hidden_layers={c.num_hidden_layers}"
         )
     if c.num_kv_shared_layers >= c.num_hidden_layers:
         raise ConfigError(
@@ -533,7 +535,8 @@ PRESETS: dict[str, ModelConfig] = {
     "26b-a4b": ModelConfig(
         hidden_size=2816, num_hidden_layers=30, layer_types=_pattern(5, 5), num_attention_heads=16,
         num_key_value_heads=8, num_global_key_value_heads=2, intermediate_size=2112,
-        enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704, **_LARGE,
+        enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+        **_LARGE,
     ),
     "31b": ModelConfig(
         hidden_size=5376, num_hidden_layers=60, layer_types=_pattern(5, 10),

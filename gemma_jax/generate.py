@@ -14,9 +14,9 @@ from gemma_jax.batch_arrays import (
 )
 from gemma_jax.buckets import chunk_buckets, length_buckets, pick, row_buckets
 from gemma_jax.engine_config import MAX_CHUNK, EngineConfig
-from gemma_jax.model.cache import CacheLayout, cache_bytes
+from gemma_jax.model.cache import CacheLayout, KVCache, cache_bytes
 from gemma_jax.runner import Chunk, Runner, StepOutput
-from gemma_jax.sampling import NO_ID, Logprobs
+from gemma_jax.sampling import NO_ID, Logprobs, RowState
 from gemma_jax.sequence import Sequence as Completion
 from gemma_jax.sequence import TokenLogprobs
 
@@ -60,10 +60,13 @@ def split_batches(
 ) -> list[list[Completion]]:
     """Sequences of similar length together, each batch within the row and memory limits."""
     batches: list[list[Completion]] = []
+    room = 0
     for sequence in sorted(sequences, key=_total_length, reverse=True):
-        if not batches or not _fits(runner, [*batches[-1], sequence], limits):
+        if room == 0:
             batches.append([])
+            room = _rows_that_fit(runner, sequence, limits)
         batches[-1].append(sequence)
+        room -= 1
     return batches
 
 
@@ -71,12 +74,11 @@ def _total_length(sequence: Completion) -> int:
     return len(sequence.prompt_token_ids) + sequence.max_tokens
 
 
-def _fits(runner: Runner, batch: Sequence[Completion], limits: Limits) -> bool:
-    if len(batch) > limits.max_rows:
-        return False
-    layout, _ = plan(runner, batch, limits)
-    needed = cache_bytes(runner.config, layout, runner.numerics.jnp_dtype.itemsize)
-    return len(batch) == 1 or needed <= limits.cache_bytes
+def _rows_that_fit(runner: Runner, longest: Completion, limits: Limits) -> int:
+    """Rows of a batch whose longest sequence is `longest`; at least one."""
+    layout, _ = plan(runner, [longest], limits)
+    a_row = cache_bytes(runner.config, layout, runner.numerics.jnp_dtype.itemsize)
+    return max(1, min(limits.max_rows, limits.cache_bytes // a_row))
 
 
 def plan(
@@ -132,6 +134,7 @@ def run_batch(
     table = sampling_table(batch, rows, suppressed)
     state = row_state(batch, rows, config.vocab_size, statics.penalties)
     cache = runner.new_cache(layout)
+    first_tokens = []  # every group is queued before the first is waited for
     for group in groups:
         for chunk, has_past in _chunks(batch, group, rows, limits.max_rows):
             cache, state, output = runner.prefill(
@@ -139,20 +142,56 @@ def run_batch(
                 has_past=has_past, wants_token=bool(chunk.ends.any()),
             )  # fmt: skip
             if output is not None:
-                yield _take(output, [batch[i] for i in group.rows])
+                first_tokens.append((output, [batch[i] for i in group.rows]))
+    for output, sequences in first_tokens:
+        yield _take(output, sequences)
 
-    stops = any(s.params.stop for s in batch)
-    steps = min(limits.decode_steps, INTERACTIVE_STEPS if interactive or stops else 2**31)
+    host_stops = any(s.params.stop for s in batch)
+    steps = min(limits.decode_steps, INTERACTIVE_STEPS) if interactive or host_stops else None
+    decode = _Decode(runner, layout, table, statics, limits.decode_steps, steps)
+    decode.start(cache, state)
     while not all(s.finished for s in batch):
-        finished = np.ones(rows, bool)
-        finished[: len(batch)] = [s.finished for s in batch]
-        state.finished = jnp.asarray(finished)
-        wanted = max(s.remaining for s in batch if not s.finished)
-        cache, state, output = runner.decode(
-            layout, cache, state, table, statics,
-            steps=min(steps, wanted), max_steps=limits.decode_steps,
+        yield _take(decode.next(batch, ahead=not host_stops), batch)
+
+
+class _Decode:
+    """Decode calls of one batch; while the host reads one call's tokens, the next one runs.
+
+    A stop string ends a row on the host only, so such a batch is not run ahead.
+    """
+
+    def __init__(self, runner, layout, table, statics, max_steps: int, steps: int | None):
+        self._runner, self._layout = runner, layout
+        self._table, self._statics = table, statics
+        self._max_steps, self._steps = max_steps, steps or max_steps
+        self._queued: list[StepOutput] = []
+
+    def start(self, cache: KVCache, state: RowState) -> None:
+        self._cache, self._state = cache, state
+
+    def next(self, batch: Sequence[Completion], ahead: bool) -> StepOutput:
+        """The output of the next call, [B, max_steps]."""
+        left = max(s.remaining for s in batch if not s.finished)
+        if not self._queued:
+            self._finish_stopped(batch)
+            self._call(left)
+        if ahead and left > self._steps:
+            self._call(left - self._steps)
+        return self._queued.pop(0)
+
+    def _call(self, left: int) -> None:
+        self._cache, self._state, output = self._runner.decode(
+            self._layout, self._cache, self._state, self._table, self._statics,
+            steps=min(self._steps, left), max_steps=self._max_steps,
         )  # fmt: skip
-        yield _take(output, batch)
+        self._queued.append(output)
+
+    def _finish_stopped(self, batch: Sequence[Completion]) -> None:
+        """Tells the device which rows a stop string has ended."""
+        if any(s.params.stop for s in batch):
+            finished = np.ones(self._layout.num_rows, bool)
+            finished[: len(batch)] = [s.finished for s in batch]
+            self._state.finished = jnp.asarray(finished)
 
 
 def _chunks(

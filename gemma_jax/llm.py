@@ -16,7 +16,7 @@ from gemma_jax.checkpoint.load import load_checkpoint, load_config
 from gemma_jax.compilation_cache import enable_compilation_cache
 from gemma_jax.config import ModelConfig
 from gemma_jax.engine_config import EngineConfig
-from gemma_jax.errors import GemmaError, RequestError, UnsupportedError
+from gemma_jax.errors import ConfigError, GemmaError, RequestError, UnsupportedError
 from gemma_jax.generate import Limits, run_batch, score_tokens, split_batches
 from gemma_jax.generation_config import GenerationDefaults
 from gemma_jax.model.transformer import abstract_model
@@ -100,24 +100,62 @@ class LLM:
         folder = path if path.is_dir() else path.parent
         config = load_config(path)
         numerics = engine.numerics(config)
-        self.engine_config = engine
+        text_side = Tokenizer.from_dir(tokenizer or folder)
+        if tokenizer is not None:
+            require_tokenizer(text_side, f"tokenizer={str(tokenizer)!r}")
+        self._set_up(
+            config, engine, text_side, GenerationDefaults.from_dir(folder),
+            load_chat_template(folder),
+        )  # fmt: skip
+        shardings = leaf_shardings(abstract_model(config, numerics), mesh)
+        _, leaves = load_checkpoint(path, numerics.dtype, lambda name, shape: shardings[name])
+        self._bind(leaves)
+        logger.info("loaded %s: %s, %s", model, numerics, engine)
+
+    @classmethod
+    def from_leaves(
+        cls, config: ModelConfig, leaves: Mapping[str, jax.Array], **settings: Any
+    ) -> Self:
+        """A model with weights that are in memory already, and no tokenizer.
+
+        Args:
+          config: the network.
+          leaves: path → array of every weight, in the compute dtype (see docs/checkpoints.md).
+          **settings: the fields of `EngineConfig`.
+        """
+        self = cls.__new__(cls)
+        enable_compilation_cache()
+        self._set_up(config, _engine_config(settings), None, GenerationDefaults(), None)
+        self._bind(leaves)
+        return self
+
+    def _set_up(
+        self,
+        config: ModelConfig,
+        engine: EngineConfig,
+        tokenizer: Tokenizer | None,
+        defaults: GenerationDefaults,
+        chat_template: str | None,
+    ) -> None:
+        if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+            raise ConfigError(
+                f"tokenizer: {tokenizer.vocab_size} tokens, but the model's vocab_size is"
+                f" {config.vocab_size}; it belongs to another model"
+            )
+        self.model_config, self.engine_config = config, engine
+        self.tokenizer, self.generation_defaults = tokenizer, defaults
         self.max_model_len = engine.context_length(config)
         self.max_num_seqs = engine.max_num_seqs
-        self.generation_defaults = GenerationDefaults.from_dir(folder)
-        self.tokenizer: Tokenizer | None = Tokenizer.from_dir(tokenizer or folder)
-        self._check_tokenizer(tokenizer, config)
-        self._chat_template = load_chat_template(folder)
-        self.model_config, leaves = load_checkpoint(
-            path,
-            numerics.dtype,
-            _sharding_for(leaf_shardings(abstract_model(config, numerics), mesh)),
-        )
+        self._chat_template = chat_template
+        self._seeds = np.random.default_rng(engine.seed)
+        self._ids = itertools.count()
+
+    def _bind(self, leaves: Mapping[str, jax.Array]) -> None:
+        engine, config = self.engine_config, self.model_config
+        numerics = engine.numerics(config)
         self._runner: Runner | None = Runner(config, numerics, leaves, engine.fast_prefill)
         cache_bytes = _cache_budget(leaves, engine.gpu_memory_utilization)
         self._limits = Limits.of(engine, self.max_model_len, cache_bytes)
-        self._seeds = np.random.default_rng(engine.seed)
-        self._ids = itertools.count()
-        logger.info("loaded %s: %s, %s", model, numerics, engine)
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -312,6 +350,8 @@ class LLM:
             raise RequestError(f"prompt: expected text or token ids, got {type(ids).__name__}")
         if not ids:
             raise RequestError(f"{name}=[]: is empty; give at least one token id")
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+            return list(ids)
         for i, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
                 raise RequestError(f"{name}[{i}]={token!r}: expected an integer")
@@ -328,15 +368,6 @@ class LLM:
             template=self._chat_template,
             empty_thought=not self.model_config.has_per_layer_inputs,
         )
-
-    def _check_tokenizer(self, given: str | Path | None, config: ModelConfig) -> None:
-        if given is not None:
-            require_tokenizer(self.tokenizer, f"tokenizer={str(given)!r}")
-        if self.tokenizer is not None and self.tokenizer.vocab_size > config.vocab_size:
-            raise RequestError(
-                f"tokenizer: {self.tokenizer.vocab_size} tokens, but the model's vocab_size is"
-                f" {config.vocab_size}; it belongs to another model"
-            )
 
     # --- running ---------------------------------------------------------------------------------
 
@@ -398,10 +429,6 @@ def _is_list_of_prompts(prompts: Any) -> bool:
 def _key(seed: int, index: int) -> np.ndarray:
     """The random key of completion `index` of a request with `seed`: uint32 [2]."""
     return np.random.SeedSequence([seed % 2**64, index]).generate_state(2, np.uint32)
-
-
-def _sharding_for(shardings: Mapping[str, jax.sharding.Sharding]):
-    return lambda path, shape: shardings[path]
 
 
 def _cache_budget(leaves: Mapping[str, jax.Array], share: float) -> int:

@@ -9,7 +9,7 @@ A program is compiled anew for each combination of static sizes: rows, chunk len
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -281,7 +281,7 @@ class Runner:
         self,
         config: ModelConfig,
         numerics: Numerics,
-        leaves: dict[str, jax.Array],
+        leaves: Mapping[str, jax.Array],
         fast_prefill: bool = True,
     ):
         self.config, self.numerics, self.fast_prefill = config, numerics, fast_prefill

@@ -1,7 +1,6 @@
-"""`RandomLLM`: an `LLM` whose weights are drawn on the device, so that no checkpoint is needed."""
+"""An `LLM` whose weights are drawn on the device, so that no checkpoint is needed."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +11,10 @@ import numpy as np
 from jax import lax
 
 from gemma_jax.checkpoint.names import LeafSource, leaf_sources
-from gemma_jax.compilation_cache import enable_compilation_cache
 from gemma_jax.config import ModelConfig
 from gemma_jax.engine_config import EngineConfig
-from gemma_jax.generate import Limits
-from gemma_jax.generation_config import GenerationDefaults
-from gemma_jax.llm import LLM, _cache_budget
+from gemma_jax.llm import LLM
 from gemma_jax.model.transformer import abstract_model
-from gemma_jax.runner import Runner
 from gemma_jax.sharding import leaf_shardings, make_mesh
 from gemma_jax.testing.weights import tensor_moments
 
@@ -30,7 +25,7 @@ SMALL = 1 << 16
 """Leaves of up to this many numbers are cut from one draw of a fixed size, which compiles once."""
 
 
-class RandomLLM(LLM):
+def random_llm(config: ModelConfig, seed: int = 0, **settings: Any) -> LLM:
     """A model of the given shape with random weights; prompts are token ids.
 
     Args:
@@ -38,25 +33,10 @@ class RandomLLM(LLM):
       seed: of the weights.
       **settings: the fields of `EngineConfig`.
     """
-
-    def __init__(self, config: ModelConfig, seed: int = 0, **settings: Any):
-        engine = EngineConfig(**settings)
-        numerics = engine.numerics(config)
-        enable_compilation_cache()
-        self.engine_config = engine
-        self.model_config = config
-        self.max_model_len = engine.context_length(config)
-        self.max_num_seqs = engine.max_num_seqs
-        self.generation_defaults = GenerationDefaults()
-        self.tokenizer = None
-        self._chat_template = None
-        shardings = leaf_shardings(abstract_model(config, numerics), make_mesh())
-        leaves = random_leaves(config, numerics.dtype, seed, shardings.__getitem__)
-        self._runner = Runner(config, numerics, leaves, engine.fast_prefill)
-        cache_bytes = _cache_budget(leaves, engine.gpu_memory_utilization)
-        self._limits = Limits.of(engine, self.max_model_len, cache_bytes)
-        self._seeds = np.random.default_rng(engine.seed)
-        self._ids = itertools.count()
+    numerics = EngineConfig(**settings).numerics(config)
+    shardings = leaf_shardings(abstract_model(config, numerics), make_mesh())
+    leaves = random_leaves(config, numerics.dtype, seed, shardings.__getitem__)
+    return LLM.from_leaves(config, leaves, **settings)
 
 
 def random_leaves(

@@ -11,7 +11,7 @@ from typing import Any
 from gemma_jax.benchmarks import profile
 from gemma_jax.benchmarks.ceilings import Ceilings, copy_row, matmul_row
 from gemma_jax.benchmarks.measure_workload import WorkloadRunner, fill, guarded, settings
-from gemma_jax.benchmarks.random_model import RandomLLM
+from gemma_jax.benchmarks.random_model import random_llm
 from gemma_jax.benchmarks.rows import Report, Row, Source, command_line
 from gemma_jax.benchmarks.timing import Timing
 from gemma_jax.benchmarks.workload import Workload
@@ -128,7 +128,7 @@ def _load(args: argparse.Namespace, workloads: Sequence[Workload]) -> tuple[LLM,
     if args.model is not None:
         return LLM(args.model, **chosen), Path(args.model).name
     preset = args.preset or DEFAULT_PRESET
-    return RandomLLM(named_config(preset), args.seed, **chosen), f"random weights, {preset}"
+    return random_llm(named_config(preset), args.seed, **chosen), f"random weights, {preset}"
 
 
 def _profile(runner: WorkloadRunner, workload: Workload, folder: Path) -> None:
