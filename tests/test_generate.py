@@ -122,7 +122,8 @@ def test_a_row_alone_gathers_the_experts_that_its_batch_scans():
 
 def test_fast_prefill_changes_no_result(e2b, e2b_results):
     plain = random_runner(shallow("e2b-tiny"), fast_prefill=False)
-    assert_same(complete(plain, [sequence(p) for p in prompts()]), e2b_results)
+    batch = complete(plain, [sequence(p) for p in prompts()[:4]] + [sequence(prompts()[0])])
+    assert_same(batch, [*e2b_results[:4], e2b_results[0]])
 
 
 def test_chunk_sizes_change_no_result(e2b, e2b_results, monkeypatch):
