@@ -1,4 +1,7 @@
-"""Sequences to the arrays that the programs take: sampling table, row state, prompt chunks."""
+"""Sequences to the arrays that the programs take: sampling table, row state, prompt chunks.
+
+The arrays are numpy's; the runner places them on the device.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,12 +48,12 @@ def sampling_table(
 ) -> SamplingTable:
     """The sampling parameters of `sequences`, padded to `rows`."""
 
-    def column(value: Callable[[Completion], Any], fill: float, dtype: Any) -> np.ndarray:
+    def column(value: Callable[[Completion], Any], fill: float, dtype: Any) -> Any:
         out = np.full(rows, fill, dtype)
         out[: len(sequences)] = [value(s) for s in sequences]
         return out
 
-    key = np.zeros((rows, 2), np.uint32)
+    key: Any = np.zeros((rows, 2), np.uint32)
     for i, sequence in enumerate(sequences):
         key[i] = sequence.key
     biases = [_biases(s, suppressed) for s in sequences]
@@ -77,7 +80,7 @@ def _biases(sequence: Completion, suppressed: Sequence[int]) -> list[tuple[int, 
     return list(bias.items())
 
 
-def _id_lists(lists: Sequence[Sequence[float]], rows: int, fill: float, dtype: Any) -> np.ndarray:
+def _id_lists(lists: Sequence[Sequence[float]], rows: int, fill: float, dtype: Any) -> Any:
     longest = max(map(len, lists), default=0)
     width = pick(longest, ID_LIST_BUCKETS, "ids of a request") if longest else 0
     out = np.full((rows, width), fill, dtype)
@@ -90,15 +93,16 @@ def row_state(
     sequences: Sequence[Completion], rows: int, vocab_size: int, penalties: bool
 ) -> RowState:
     """The state before prefill; rows past the sequences are finished from the start."""
-    finished = np.ones(rows, bool)
+    finished: Any = np.ones(rows, bool)
     finished[: len(sequences)] = False
-    prompt_seen = output_counts = None
+    prompt_seen: Any = None
+    output_counts: Any = None
     if penalties:
         prompt_seen = np.zeros((rows, vocab_size), bool)
         output_counts = np.zeros((rows, vocab_size), np.int32)
         for i, sequence in enumerate(sequences):
             prompt_seen[i, sequence.prompt_token_ids] = True
-    zeros = np.zeros(rows, np.int32)
+    zeros: Any = np.zeros(rows, np.int32)
     return RowState(zeros, zeros.copy(), zeros.copy(), finished, prompt_seen, output_counts)
 
 
@@ -110,14 +114,15 @@ def prompt_chunk(
 
     Padded to `size` rows; padding rows name the row `num_rows`, which does not exist.
     """
-    ids = np.zeros((size, length), np.int32)
-    lengths = np.zeros(size, np.int32)
-    ends = np.zeros(size, bool)
-    batch_rows = np.full(size, num_rows, np.int32)
+    ids: Any = np.zeros((size, length), np.int32)
+    starts: Any = np.full(size, start, np.int32)
+    lengths: Any = np.zeros(size, np.int32)
+    ends: Any = np.zeros(size, bool)
+    batch_rows: Any = np.full(size, num_rows, np.int32)
     batch_rows[: len(rows)] = rows
     for i, prompt in enumerate(prompts):
         part = prompt[start : start + length]
         ids[i, : len(part)] = part
         lengths[i] = len(part)
         ends[i] = start < len(prompt) <= start + length
-    return Chunk(ids, np.full(size, start, np.int32), lengths, ends, batch_rows)
+    return Chunk(ids, starts, lengths, ends, batch_rows)

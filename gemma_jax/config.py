@@ -504,7 +504,8 @@ def _validate_tokens(c: ModelConfig) -> None:
 
 
 def _pattern(sliding: int, repeats: int) -> tuple[LayerKind, ...]:
-    return (*[SLIDING] * sliding, FULL) * repeats
+    local: tuple[LayerKind, ...] = (SLIDING,) * sliding
+    return (*local, FULL) * repeats
 
 
 _COMMON: dict[str, Any] = {"final_logit_softcapping": 30.0, "eos_token_id": 1}

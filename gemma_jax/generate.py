@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -208,10 +209,7 @@ def _chunks(
 def _take(output: StepOutput, sequences: Sequence[Completion]) -> list[Event]:
     """Hands the tokens of one call to their sequences."""
     tokens = np.asarray(output.tokens)
-    logprobs = output.logprobs
-    if logprobs is not None:
-        arrays = (logprobs.sampled, logprobs.rank, logprobs.top_ids, logprobs.top)
-        logprobs = Logprobs(*map(np.asarray, arrays))
+    logprobs = jax.tree.map(np.asarray, output.logprobs)
     events: list[Event] = []
     for row, sequence in enumerate(sequences):
         gained, text = [], ""
@@ -254,8 +252,6 @@ def score_tokens(
         chunk = prompt_chunk([token_ids[:-1]], [0], start, size, 1, 1)
         targets = prompt_chunk([token_ids[1:]], [0], start, size, 1, 1).ids
         cache, logprobs = runner.score(layout, cache, chunk, targets, has_past=start > 0, k=k)
-        values = Logprobs(*map(np.asarray, (
-            logprobs.sampled, logprobs.rank, logprobs.top_ids, logprobs.top
-        )))  # fmt: skip
+        values = jax.tree.map(np.asarray, logprobs)
         scored += [_at(values, (0, i)) for i in range(min(size, length - start))]
     return scored

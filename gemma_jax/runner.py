@@ -12,6 +12,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +80,8 @@ class Program:
     Hashed by identity, because jit hashes it on every call: take it from `make_program`.
     """
 
-    graphdef: nnx.GraphDef
-    treedef: jax.tree_util.PyTreeDef
+    graphdef: Any
+    treedef: Any
     config: ModelConfig
     numerics: Numerics
     layout: CacheLayout
@@ -158,7 +159,7 @@ def decode(
         )
         hidden = model.decode(state.token, context, numerics)
         logits = model.logits(hidden, numerics)
-        state = dataclasses.replace(state, position=state.position + active)
+        state = dataclasses.replace(state, position=state.position + active.astype(jnp.int32))
         tokens = sample(logits, table, state, statics)
         state = advance(state, table, tokens, active)
         emitted = jnp.where(active, tokens, NO_ID)
@@ -370,4 +371,5 @@ def _new_cache(config: ModelConfig, layout: CacheLayout, dtype: str) -> KVCache:
 
 def compiled_programs() -> int:
     """Number of programs compiled so far in this process, over all runners."""
-    return sum(f._cache_size() for f in (_prefill, _decode, _score))
+    programs: tuple[Any, ...] = (_prefill, _decode, _score)
+    return sum(f._cache_size() for f in programs)

@@ -135,8 +135,10 @@ def _forbid_early_stop(logits: jax.Array, table: SamplingTable, count: jax.Array
 
 def _penalise(logits: jax.Array, table: SamplingTable, state: RowState) -> jax.Array:
     """Repetition over prompt and output; frequency and presence over the output only."""
-    counts = state.output_counts
-    seen = state.prompt_seen | (counts > 0)
+    counts, prompt_seen = state.output_counts, state.prompt_seen
+    assert counts is not None
+    assert prompt_seen is not None
+    seen = prompt_seen | (counts > 0)
     repetition = jnp.where(seen, table.repetition_penalty[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits -= table.frequency_penalty[:, None] * counts.astype(jnp.float32)

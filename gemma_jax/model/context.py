@@ -110,8 +110,8 @@ class PrefillContext(_Context):
         if layer.owns_kv:
             self._keys[layer.index] = self._store(layer, k, v)
         keys = self._keys[layer.kv_source]
-        blocks = layer.is_sliding and self._whole_chunk and q.shape[1] % LOCAL_BLOCK == 0
-        if blocks and q.shape[1] > LOCAL_BLOCK:
+        blocks = self._whole_chunk and q.shape[1] % LOCAL_BLOCK == 0 and q.shape[1] > LOCAL_BLOCK
+        if layer.window is not None and blocks:
             keys = self._with_window_before(layer, keys)
             return attend_in_blocks(
                 q, keys, self.positions, layer.window, LOCAL_BLOCK, self.numerics
