@@ -1,11 +1,14 @@
 """Records what transformers gives each token of some texts, in bfloat16 and in float32.
 
     uv run --extra parity python -m bench.goldens.make_nano_goldens \
-        --model gemma_jax/data/nano --texts valid.npy --out tests/parity/data/nano.npz
+        --model gemma_jax/data/nano --texts valid.npy --out tests/parity/data/nano_held_out.npz
+    … --texts valid.npy --greedy 160 --out tests/parity/data/nano_greedy.npz
 
 Texts are a `.npy` of token ids (documents that each begin with BOS, as the validation split of the
 training script; the first 40 longer than two windows are taken, cut after 400 tokens) or a JSONL of
-`{"text": …}` or `{"token_ids": […]}` rows, where a text gets exactly one BOS.
+`{"text": …}` or `{"token_ids": […]}` rows, where a text gets exactly one BOS. With `--greedy N`,
+texts are the reference's own: the first 16 tokens of each document and its greedy float32
+continuation, up to an end token or N tokens.
 Teacher-forced, eager attention, both models loaded in their dtype. Every row of a sequence of n
 tokens is kept, the last one (which predicts a token that is not there) left out: n − 1 rows.
 """
@@ -28,6 +31,8 @@ MIN_TEXTS = 20
 MIN_TOKENS = 5000
 NUM_DOCUMENTS = 40
 MAX_DOCUMENT = 400
+NUM_PROMPTS, PROMPT_TOKENS = 90, 16
+END_IDS = (1, 106, 50)
 
 
 def read_texts(path: Path, model: Path, config: ModelConfig) -> list[np.ndarray]:
@@ -52,6 +57,24 @@ def read_texts(path: Path, model: Path, config: ModelConfig) -> list[np.ndarray]
     return sequences
 
 
+def greedy_texts(model: Path, texts: Path, max_tokens: int) -> list[np.ndarray]:
+    """Greedy float32 continuations of the first documents of `texts`, prompts included."""
+    tokens = np.load(texts).astype(np.int32)
+    starts = np.flatnonzero(tokens == tokens[0])
+    prompts = [tokens[s : s + PROMPT_TOKENS] for s in starts if s + PROMPT_TOKENS <= len(tokens)]
+    prompts = prompts[:NUM_PROMPTS]
+    continued, _ = hf.greedy(hf.load(model, "float32"), prompts, max_tokens)
+    return [
+        np.concatenate([prompt, _until_end(row)])
+        for prompt, row in zip(prompts, continued, strict=True)
+    ]
+
+
+def _until_end(tokens: np.ndarray) -> np.ndarray:
+    ends = np.flatnonzero(np.isin(tokens, END_IDS))
+    return tokens[: ends[0] + 1] if ends.size else tokens
+
+
 def record(model: Path, dtype: str, sequences: list[np.ndarray]) -> dict[str, np.ndarray]:
     """Best ids and their log-probabilities at every row: `{ids, logprobs}`, [rows, 5] each."""
     reference = hf.load(model, dtype)
@@ -65,14 +88,17 @@ def record(model: Path, dtype: str, sequences: list[np.ndarray]) -> dict[str, np
     return {"ids": np.concatenate(ids), "logprobs": np.concatenate(logprobs)}
 
 
-def make_golden(model: Path, texts: Path) -> TeacherForced:
-    """Runs both dtypes over all texts.
+def make_golden(model: Path, texts: Path, greedy: int = 0) -> TeacherForced:
+    """Runs both dtypes over all texts, or over `greedy`-token continuations of their beginnings.
 
     Raises:
       ValueError: too few texts or tokens, or no text longer than the sliding window.
     """
     config = ModelConfig.from_file(model)
-    sequences = read_texts(texts, model, config)
+    if greedy:
+        sequences = greedy_texts(model, texts, greedy)
+    else:
+        sequences = read_texts(texts, model, config)
     rows = sum(len(sequence) - 1 for sequence in sequences)
     if len(sequences) < MIN_TEXTS or rows < MIN_TOKENS:
         raise ValueError(
@@ -96,11 +122,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Record teacher-forced results of transformers.")
     parser.add_argument("--model", type=Path, required=True, help="checkpoint with tokenizer.json")
     parser.add_argument("--texts", type=Path, required=True, help=".npy of documents, or JSONL")
+    parser.add_argument("--greedy", type=int, default=0, metavar="N", help="tokens to continue")
     parser.add_argument("--out", type=Path, required=True, help="the .npz to write")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    golden = make_golden(args.model, args.texts)
+    golden = make_golden(args.model, args.texts, args.greedy)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     save_teacher_forced(args.out, golden)
     agree = golden.argmax("bfloat16") == golden.argmax("float32")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parity
 SEED = 20_260
 MAX_TOKENS = 48
 NANO = Path(gemma_jax.__file__).parent / "data" / "nano"
-NANO_RECORD = Path(__file__).parent / "data" / "nano.npz"
+NANO_RECORD = Path(__file__).parent / "data" / "nano_greedy.npz"
 NANO_TEXTS = 6
 
 

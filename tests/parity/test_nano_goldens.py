@@ -5,15 +5,20 @@ from pathlib import Path
 import adapter
 import numpy as np
 import pytest
-from compare import FLOAT32_LOGIT_TOLERANCE, FLOAT32_TIE_MARGIN, find_flips
+from compare import FLOAT32_TIE_MARGIN, find_flips
 
 import gemma_jax
 from gemma_jax.llm import LLM
 from gemma_jax.testing.goldens import load_teacher_forced
 
 NANO = Path(gemma_jax.__file__).parent / "data" / "nano"
-RECORD = Path(__file__).parent / "data" / "nano.npz"
-MIN_TOP1 = 0.995
+DATA = Path(__file__).parent / "data"
+MIN_TOP1 = {"greedy": 0.995, "held_out": 0.99}
+"""On the reference's own greedy tokens, and on held-out text, where the model hesitates more:
+transformers itself keeps 98.2 % of its top-1 there between bfloat16 and float32."""
+FLOAT32_LOGPROB_TOLERANCE = 4e-4
+"""On the held-out rows transformers float32 is at most 5.9e-5 from its own float64 run, ours 1.3e-4
+(both 3.1e-6 on average), and they are 2.1e-4 from each other at one row; twice that is allowed."""
 MIN_TEXTS = 20
 MIN_ROWS = 5000
 
@@ -22,9 +27,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module", params=list(MIN_TOP1))
+def texts(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def record():
-    return load_teacher_forced(RECORD)
+def record(texts):
+    return load_teacher_forced(DATA / f"nano_{texts}.npz")
 
 
 def _logprobs(record, dtype):
@@ -59,20 +69,13 @@ def test_float32_logprobs_match_transformers(record, float32):
     print(*flips, sep="\n")
     assert [str(flip) for flip in flips if flip.margin > FLOAT32_TIE_MARGIN] == []
     ours = np.take_along_axis(float32, record.top_ids["float32"], axis=-1)
-    assert np.abs(ours - record.top_logprobs["float32"]).max() <= FLOAT32_LOGIT_TOLERANCE
+    assert np.abs(ours - record.top_logprobs["float32"]).max() <= FLOAT32_LOGPROB_TOLERANCE
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason=(
-        "these weights put 2.9 % of all rows on an exact bf16 tie; transformers itself keeps only"
-        " 98.9 % of its top-1 when the accumulation order of its matrix products changes"
-    ),
-)
-def test_bfloat16_top1_matches_transformers(record, bfloat16):
+def test_bfloat16_top1_matches_transformers(record, texts, bfloat16):
     agree = bfloat16.argmax(-1) == record.argmax("bfloat16")
-    print(f"top-1 agreement {agree.mean():.4%} of {agree.size} rows")
-    assert agree.mean() >= MIN_TOP1
+    print(f"{texts}: top-1 agreement {agree.mean():.4%} of {agree.size} rows")
+    assert agree.mean() >= MIN_TOP1[texts]
 
 
 def test_every_bfloat16_flip_is_inside_the_reference_noise(record, bfloat16):
