@@ -19,7 +19,13 @@ from gemma_jax.runner import compiled_programs
 from gemma_jax.sampling_params import SamplingParams
 from gemma_jax.sequence import Sequence
 
-SHAPES = ["e2b-tiny", "e4b-tiny", "12b-tiny", "26b-a4b-tiny", "31b-tiny"]
+SHAPES = [
+    "e2b-tiny",
+    pytest.param("e4b-tiny", marks=pytest.mark.slow),
+    "12b-tiny",
+    "26b-a4b-tiny",
+    pytest.param("31b-tiny", marks=pytest.mark.slow),
+]
 W = 24
 LENGTHS = (1, W - 1, W, W + 1, 2 * W + 3)
 STEPS = 40

@@ -100,14 +100,16 @@ def attend(
     q_positions: jax.Array,
     window: int | None,
     numerics: Numerics,
+    split_keys: bool = False,
 ) -> jax.Array:
     """softmax(q kᵀ) v over the keys that the causal (windowed) mask lets through: [B, T, K, G, H].
 
-    With vLLM's rounding the key axis must be in position order, starting at a multiple of the tile.
+    With vLLM's rounding the key axis must be in position order, starting at a multiple of the tile,
+    and `split_keys` says which of its kernels to follow (`vllm_splits_keys`).
     """
     mask = causal_mask(q_positions, keys.positions, window)
     if numerics.matches_vllm and not numerics.is_float32:
-        return _tiled_attention(q, keys, mask, q_positions, window, numerics)
+        return _tiled_attention(q, keys, mask, q_positions, window, split_keys)
     scores = numerics.einsum("btkgh,bskh->bkgts", q, keys.k).astype(jnp.float32)
     scores = jnp.where(mask[:, None, None], scores, MASK_VALUE)
     weights = numerics.cast(jax.nn.softmax(scores, axis=-1))
@@ -152,6 +154,15 @@ VLLM_PREFILL_TILE = 32
 VLLM_BLOCK_ROWS = 16
 """Query rows (positions times query heads of a group) that share a pass over the keys."""
 VLLM_SEGMENTS = 16
+VLLM_MAX_SPLIT_PROGRAMS = 128
+
+
+def vllm_splits_keys(rows: int, length: int, num_kv_heads: int) -> bool:
+    """Whether vLLM splits the key axis: for single-token queries of few rows.
+
+    `num_kv_heads` is the config's `num_key_value_heads`, whatever the layer.
+    """
+    return length == 1 and rows <= VLLM_MAX_SPLIT_PROGRAMS // num_kv_heads
 
 
 def vllm_decode_tile(head_dim: int, window: int | None) -> int:
@@ -165,15 +176,14 @@ def _tiled_attention(
     mask: jax.Array,
     q_positions: jax.Array,
     window: int | None,
-    numerics: Numerics,
+    split_keys: bool,
 ) -> jax.Array:
-    """Online softmax over key tiles: unnormalised weights are rounded against the running maximum.
+    """Online softmax over key tiles: bf16 weights, rounded against the running maximum.
 
-    Single-token queries split the keys into segments, each with a running maximum of its own.
+    Split keys form segments, each with a running maximum of its own.
     """
     batch, length, num_kv, groups, head_dim = q.shape
-    single = length == 1
-    tile = vllm_decode_tile(head_dim, window) if single else VLLM_PREFILL_TILE
+    tile = vllm_decode_tile(head_dim, window) if split_keys else VLLM_PREFILL_TILE
     keys, mask = _pad_keys(keys, mask, -keys.positions.shape[1] % tile)
     tiles = keys.positions.shape[1] // tile
 
@@ -181,9 +191,9 @@ def _tiled_attention(
     scores = jnp.einsum("btkgh,bskh->bkgts", q, keys.k, preferred_element_type=f32)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     scores = scores.reshape(batch, num_kv, groups, length, tiles, tile)
-    restart = _segment_starts(keys.positions[:, ::tile], q_positions, tile) if single else None
+    restart = _segment_starts(keys.positions[:, ::tile], q_positions, tile) if split_keys else None
     running = _running_max(jnp.max(scores, axis=-1), restart)
-    if window is not None and not single:
+    if window is not None and not split_keys:
         start = _first_maximum(q_positions, window, groups)
         running = jnp.maximum(running, start[:, None, None, :, None])
     top = jnp.max(running, axis=-1)
@@ -193,10 +203,12 @@ def _tiled_attention(
 
     rescale = jnp.where(seen, jnp.exp(running - top[..., None]), 0.0)[..., None]
     total = jnp.sum(weights * rescale, axis=(-1, -2))
-    flat = (numerics.round(weights) * rescale).reshape(batch, num_kv, groups, length, -1)
+    flat = (lax.reduce_precision(weights, 8, 7) * rescale).reshape(
+        batch, num_kv, groups, length, -1
+    )
     out = jnp.einsum("bkgts,bskh->btkgh", flat, keys.v.astype(f32), precision=lax.Precision.HIGHEST)
     total = jnp.moveaxis(jnp.where(total == 0.0, 1.0, total), 3, 1)[..., None]
-    return numerics.cast(out / total)
+    return lax.reduce_precision(out / total, 8, 7).astype(jnp.bfloat16)
 
 
 def _pad_keys(keys: KeyBlock, mask: jax.Array, padding: int) -> tuple[KeyBlock, jax.Array]:

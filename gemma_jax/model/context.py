@@ -17,7 +17,7 @@ from gemma_jax.model.attention import (
     Tables,
     attend,
     attend_in_blocks,
-    vllm_decode_tile,
+    vllm_splits_keys,
 )
 from gemma_jax.model.cache import CacheLayout, KVCache
 from gemma_jax.model.rope import rope_tables
@@ -60,6 +60,10 @@ class _Context:
             SLIDING: rope_tables(positions, c.sliding_rope, c.head_dim, self.numerics),
             FULL: rope_tables(positions, c.full_rope, c.global_head_dim, self.numerics),
         }
+
+    def _attend(self, layer: LayerConfig, q: jax.Array, keys: KeyBlock) -> jax.Array:
+        split = vllm_splits_keys(*q.shape[:2], self.config.num_key_value_heads)
+        return attend(q, keys, self.positions, layer.window, self.numerics, split)
 
     def _write(self, layer: LayerConfig, k, v, positions: jax.Array, valid: jax.Array) -> None:
         slots, table = self.layout.slots(layer), self._cache.table(layer)
@@ -116,7 +120,7 @@ class PrefillContext(_Context):
             return attend_in_blocks(
                 q, keys, self.positions, layer.window, LOCAL_BLOCK, self.numerics
             )
-        return attend(q, keys, self.positions, layer.window, self.numerics)
+        return self._attend(layer, q, keys)
 
     def _store(self, layer: LayerConfig, k, v) -> KeyBlock:
         fresh = KeyBlock(k, v, self._chunk_positions)
@@ -163,13 +167,13 @@ class DecodeContext(_Context):
             self._write(layer, k, v, self.positions, self._valid)
             self._keys[layer.index] = self._visible(layer)
         keys = self._keys[layer.kv_source]
-        return attend(q, keys, self.positions, layer.window, self.numerics)
+        return self._attend(layer, q, keys)
 
     def _visible(self, layer: LayerConfig) -> KeyBlock:
         if not (self.numerics.matches_vllm and layer.window):
             return self._all_slots(layer, self._end)
         # vLLM's tiles are aligned to absolute positions, so the ring is read in position order.
-        tile = vllm_decode_tile(layer.head_dim, layer.window)
+        tile = VLLM_PREFILL_TILE  # a multiple of the decode tiles
         first = jnp.maximum(self._end - layer.window, 0) // tile * tile
         width = -(-layer.window // tile) * tile + tile
         positions = first[:, None] + jnp.arange(width, dtype=first.dtype)

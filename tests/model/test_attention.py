@@ -12,12 +12,13 @@ from gemma_jax.model.attention import (
     attend_in_blocks,
     causal_mask,
     vllm_decode_tile,
+    vllm_splits_keys,
 )
 
 pytestmark = pytest.mark.fast
 
 NEG = np.float32(-np.inf)
-run_attend = jax.jit(attend, static_argnums=(3, 4))
+run_attend = jax.jit(attend, static_argnums=(3, 4, 5))
 run_blocks = jax.jit(attend_in_blocks, static_argnums=(3, 4, 5))
 
 
@@ -207,12 +208,29 @@ def test_vllm_decode_matches_a_loop_over_16_segments(position, window, head_dim,
     q, k, v = inputs(1, length, 2, 2, head_dim, sharp=16 / head_dim)
     first = 0 if window is None else max(0, length - window) // tile * tile
     keys = KeyBlock(as_bf16(k[:, first:]), as_bf16(v[:, first:]), jnp.arange(first, length)[None])
-    got = run_attend(as_bf16(q), keys, positions([position]), window, VLLM)
+    got = run_attend(as_bf16(q), keys, positions([position]), window, VLLM, True)
     loop = by_head(decode_row, q[0, 0], k[0], v[0], position, tile, window)[None, None]
     assert mismatch(got, loop) < 0.02
     if length > 16 * tile:  # otherwise a segment is one tile and the split changes nothing here
         one = by_head(prefill_row, q[0, 0], k[0], v[0], 0, position, 1, window)[None, None]
         assert mismatch(one, loop) > 0.02
+
+
+def test_vllm_splits_keys_for_single_tokens_of_few_rows():
+    assert vllm_splits_keys(128, 1, 1)
+    assert not vllm_splits_keys(129, 1, 1)
+    assert vllm_splits_keys(8, 1, 16)
+    assert not vllm_splits_keys(9, 1, 16)
+    assert not vllm_splits_keys(1, 2, 1)
+
+
+def test_vllm_decode_of_many_rows_follows_the_prefill_loop():
+    position, length = 299, 300
+    q, k, v = inputs(1, length, 2, 2, 32, sharp=0.5)
+    keys = KeyBlock(as_bf16(k), as_bf16(v), jnp.arange(length)[None])
+    got = run_attend(as_bf16(q), keys, positions([position]), None, VLLM, False)
+    loop = by_head(prefill_row, q[0, 0], k[0], v[0], 0, position, 1, None)[None, None]
+    assert mismatch(got, loop) < 0.02
 
 
 def test_padding_keys_and_unused_slots_change_no_bit_of_vllm_decode():
@@ -223,7 +241,7 @@ def test_padding_keys_and_unused_slots_change_no_bit_of_vllm_decode():
         jnp.pad(exact.v, ((0, 0), (0, 46), (0, 0), (0, 0)), constant_values=9),
         jnp.arange(96)[None],
     )
-    a, b = (run_attend(as_bf16(q), x, positions([49]), None, VLLM) for x in (exact, wide))
+    a, b = (run_attend(as_bf16(q), x, positions([49]), None, VLLM, True) for x in (exact, wide))
     np.testing.assert_array_equal(as_f32(a), as_f32(b))
 
 
