@@ -79,7 +79,12 @@ def _rows_that_fit(runner: Runner, longest: Completion, limits: Limits) -> int:
     """Rows of a batch whose longest sequence is `longest`; at least one."""
     layout, _ = plan(runner, [longest], limits)
     a_row = cache_bytes(runner.config, layout, runner.numerics.jnp_dtype.itemsize)
-    return max(1, min(limits.max_rows, limits.cache_bytes // a_row))
+    return _whole_bucket(min(limits.max_rows, limits.cache_bytes // a_row), limits)
+
+
+def _whole_bucket(rows: int, limits: Limits) -> int:
+    """The largest declared number of rows up to `rows`, so that padding adds none; at least 1."""
+    return max((n for n in row_buckets(limits.max_rows) if n <= rows), default=1)
 
 
 def plan(
@@ -87,23 +92,36 @@ def plan(
 ) -> tuple[CacheLayout, list[Prefill]]:
     """The cache layout of a batch and the prefill calls that fill it."""
     lengths = [len(s.prompt_token_ids) for s in batch]
-    slots = pick(
-        max(map(_total_length, batch)),
-        length_buckets(_pages(limits.max_len, limits.page_size), limits.page_size),
-        "tokens of a sequence",
-    )
-    max_chunk = min(MAX_CHUNK, limits.prefill_tokens)
-    chunk = pick(min(max(lengths), max_chunk), chunk_buckets(max_chunk), "chunk")
-    heads = runner.config.num_attention_heads
-    while chunk > 256 and chunk < max(lengths) and heads * chunk * slots * 6 > MAX_SCORE_BYTES:
-        chunk //= 2
+    slots = _slots(max(map(_total_length, batch)), limits)
+    chunk = _chunk_length(runner, max(lengths), slots, limits)
     keys = slots if chunk < max(lengths) else chunk
-    by_memory = MAX_SCORE_BYTES // (heads * chunk * keys * 6)
-    group = max(1, min(limits.prefill_tokens // chunk, by_memory, len(batch)))
+    by_memory = MAX_SCORE_BYTES // _score_bytes(runner, chunk, keys)
+    group = _whole_bucket(min(limits.prefill_tokens // chunk, by_memory), limits)
     rows = pick(len(batch), row_buckets(limits.max_rows), "rows")
     layout = CacheLayout.plan(runner.config, rows, slots, chunk, limits.page_size)
     groups = [list(range(i, min(i + group, len(batch)))) for i in range(0, len(batch), group)]
     return layout, [Prefill(g, chunk, -(-max(lengths[i] for i in g) // chunk)) for g in groups]
+
+
+def _slots(tokens: int, limits: Limits) -> int:
+    """The declared cache length for sequences of `tokens`."""
+    buckets = length_buckets(_pages(limits.max_len, limits.page_size), limits.page_size)
+    return pick(tokens, buckets, "tokens of a sequence")
+
+
+def _chunk_length(runner: Runner, longest: int, slots: int, limits: Limits) -> int:
+    """The declared chunk length for prompts of up to `longest` tokens, within the score memory."""
+    max_chunk = min(MAX_CHUNK, limits.prefill_tokens)
+    sizes = chunk_buckets(max_chunk)
+    chunk = pick(min(longest, max_chunk), sizes, "chunk")
+    while 256 < chunk < longest and _score_bytes(runner, chunk, slots) > MAX_SCORE_BYTES:
+        chunk = sizes[sizes.index(chunk) - 1]
+    return chunk
+
+
+def _score_bytes(runner: Runner, queries: int, keys: int) -> int:
+    """Bytes of one row's attention scores: float32, and their probabilities in bfloat16."""
+    return runner.config.num_attention_heads * queries * keys * 6
 
 
 def _pages(tokens: int, page_size: int) -> int:
@@ -238,13 +256,8 @@ def score_tokens(
 ) -> list[TokenLogprobs]:
     """Log-probability of each token after the first, given those before it."""
     length = len(token_ids) - 1
-    max_chunk = min(MAX_CHUNK, limits.prefill_tokens)
-    slots = pick(
-        max(length, 1),
-        length_buckets(_pages(limits.max_len, limits.page_size), limits.page_size),
-        "tokens of a sequence",
-    )
-    size = pick(min(max(length, 1), max_chunk), chunk_buckets(max_chunk), "chunk")
+    slots = _slots(max(length, 1), limits)
+    size = _chunk_length(runner, max(length, 1), slots, limits)
     layout = CacheLayout.plan(runner.config, 1, slots, size, limits.page_size)
     cache = runner.new_cache(layout)
     scored: list[TokenLogprobs] = []

@@ -9,6 +9,7 @@ A program is compiled anew for each combination of static sizes: rows, chunk len
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +39,7 @@ from gemma_jax.sampling import (
 from gemma_jax.sharding import named_parameters
 
 SCORE_BLOCK = 64
-"""Rows a step of the all-rows head, which bounds the memory of its float32 logits."""
+"""Most rows a step of the all-rows head, which bounds the memory of its float32 logits."""
 
 
 @jax.tree_util.register_dataclass
@@ -197,7 +198,7 @@ def score(
     groups, length = chunk.ids.shape
     every_row = jnp.broadcast_to(jnp.arange(length), (groups, length))
     hidden = model.prefill(chunk.ids, context, every_row, numerics, fast=False)
-    block = min(SCORE_BLOCK, length)
+    block = math.gcd(SCORE_BLOCK, length)  # a chunk need not be a multiple of SCORE_BLOCK
 
     def head(rows):
         hidden, targets = rows
@@ -219,7 +220,12 @@ def _prefill_context(program: Program, cache: KVCache, chunk: Chunk, has_past: b
                 layout.window_slots // layout.page_size,
             )
         )
-        cache = dataclasses.replace(cache, full_table=full, window_table=window)
+    else:
+        full, window = (
+            None if table is None else table.at[chunk.rows].get(mode="clip")
+            for table in (cache.full_table, cache.window_table)
+        )
+    cache = dataclasses.replace(cache, full_table=full, window_table=window)
     return PrefillContext(
         program.config, program.numerics, layout, cache,
         chunk.start, chunk.lengths, chunk.ids.shape[1], has_past,

@@ -276,6 +276,35 @@ def test_batches_keep_within_the_cache_memory(e2b):
 
 
 @pytest.mark.fast
+def test_padding_of_the_rows_does_not_exceed_the_cache_memory(e2b):
+    sequences = [sequence(range(60), steps=4) for _ in range(8)]
+    layout, _ = plan(e2b, sequences[:1], LIMITS)
+    five_rows = dataclasses.replace(LIMITS, cache_bytes=5 * cache_bytes(e2b.config, layout, 4))
+    for batch in split_batches(e2b, sequences, five_rows):
+        layout, _ = plan(e2b, batch, five_rows)
+        assert cache_bytes(e2b.config, layout, 4) <= five_rows.cache_bytes
+
+
+@pytest.mark.fast
+def test_little_score_memory_shortens_chunks_to_declared_lengths(e2b, monkeypatch):
+    monkeypatch.setattr(generate, "MAX_CHUNK", 1056)
+    monkeypatch.setattr(generate, "MAX_SCORE_BYTES", 1)
+    limits = dataclasses.replace(LIMITS, prefill_tokens=1056, max_len=4096)
+    _, (group,) = plan(e2b, [sequence(range(2000), steps=4)], limits)
+    assert group.chunk == 256
+
+
+def test_score_takes_a_chunk_that_is_no_multiple_of_its_block(e2b, monkeypatch):
+    monkeypatch.setattr(generate, "MAX_CHUNK", 96)
+    ids = prompts()[4] * 2
+    scored = [
+        score_tokens(e2b, ids, dataclasses.replace(LIMITS, prefill_tokens=n), 1) for n in (96, 32)
+    ]
+    values = [[x.sampled for x in s] for s in scored]
+    np.testing.assert_allclose(*values, atol=TOLERANCE)
+
+
+@pytest.mark.fast
 def test_a_plan_uses_declared_sizes_only(e2b):
     for count, longest in ((1, 10), (3, 40), (7, 200)):
         layout, groups = plan(e2b, [sequence(range(longest), steps=9)] * count, LIMITS)
