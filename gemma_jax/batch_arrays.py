@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gemma_jax.buckets import pick
+from gemma_jax.errors import RequestError
 from gemma_jax.runner import Chunk
 from gemma_jax.sampling import NO_ID, RowState, SamplingStatics, SamplingTable
 from gemma_jax.sequence import Sequence as Completion
@@ -78,6 +79,17 @@ def _biases(sequence: Completion, suppressed: Sequence[int]) -> list[tuple[int, 
     bias = dict(sequence.params.logit_bias or {})
     bias |= dict.fromkeys(suppressed, -np.inf)
     return list(bias.items())
+
+
+def check_id_lists(sequence: Completion, suppressed: Sequence[int]) -> None:
+    """Raises RequestError when a request names more ids than the programs take."""
+    lists = {
+        "stop_token_ids (with EOS ids)": sequence.stop_ids,
+        "logit_bias (with suppressed ids)": _biases(sequence, suppressed),
+    }
+    for name, ids in lists.items():
+        if len(ids) > ID_LIST_BUCKETS[-1]:
+            raise RequestError(f"{name}: {len(ids)} ids; at most {ID_LIST_BUCKETS[-1]} are allowed")
 
 
 def _id_lists(lists: Sequence[Sequence[float]], rows: int, fill: float, dtype: Any) -> Any:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from gemma_jax.batch_arrays import check_id_lists
 from gemma_jax.chat_template import load_chat_template, render_chat
 from gemma_jax.checkpoint.load import load_checkpoint, load_config
 from gemma_jax.compilation_cache import enable_compilation_cache
@@ -314,6 +315,7 @@ class LLM:
             Completion(ids, params, i, _key(seed, i), wanted, tuple(eos), self.tokenizer)
             for i in range(params.n)
         ]
+        check_id_lists(completions[0], self.generation_defaults.suppress_tokens)
         return _Request(f"request-{next(self._ids)}", text, ids, params, completions)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -340,6 +342,8 @@ class LLM:
         (value,) = prompt.values()
         if "prompt" in prompt and not isinstance(value, str):
             raise RequestError(f"prompt['prompt']={value!r}: expected text")
+        if "prompt_token_ids" in prompt and isinstance(value, str):
+            raise RequestError(f"prompt['prompt_token_ids']={value!r}: expected token ids")
         return value
 
     def _checked_ids(self, ids: Any) -> list[int]:

@@ -74,7 +74,7 @@ class Sequence:
         if self.finished:
             return ""
         self.token_ids.append(token)
-        if logprobs is not None:
+        if logprobs is not None and self.params.logprobs is not None:
             self.logprobs.append(logprobs)
         delta = self._new_text(token)
         if self.finished:

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from gemma_jax import LLM, SamplingParams
+from gemma_jax import LLM, SamplingParams, batch_arrays
 from gemma_jax.config import FULL
 from gemma_jax.errors import (
     CheckpointError,
@@ -316,6 +316,7 @@ BAD_PROMPTS = {
     "unknown field": ({"prompt": "a", "priority": 1}, "priority"),
     "text and ids": ({"prompt": "a", "prompt_token_ids": [2]}, "exactly one of"),
     "text of another type": ({"prompt": 5}, "expected text"),
+    "text as ids": ({"prompt_token_ids": "2 5"}, "expected token ids"),
     "another type": (5, "expected text or token ids, got int"),
 }
 
@@ -371,6 +372,21 @@ def test_ids_of_params_outside_the_vocabulary_are_refused(llm):
     for params in ({"logit_bias": {VOCAB: 1.0}}, {"stop_token_ids": [VOCAB]}):
         with pytest.raises(RequestError, match=str(VOCAB)):
             llm.generate("a", SamplingParams(**params), use_tqdm=False)
+
+
+def test_more_ids_than_the_programs_take_are_an_error_of_that_request_only(llm, monkeypatch):
+    monkeypatch.setattr(batch_arrays, "ID_LIST_BUCKETS", (4, 8))
+    many = GREEDY.replace(logit_bias=dict.fromkeys(range(9), 1.0))
+    good, bad = llm.generate(["hello", "hello"], [GREEDY, many], use_tqdm=False)
+    assert good.outputs[0].token_ids == one(llm).token_ids
+    assert "logit_bias (with suppressed ids): 9 ids; at most 8" in bad.error
+
+
+def test_logprobs_of_one_request_are_not_reported_for_its_neighbour(llm):
+    params = [GREEDY.replace(logprobs=1), GREEDY]
+    asked, silent = (o.outputs[0] for o in llm.generate(["a", "b"], params, use_tqdm=False))
+    assert asked.cumulative_logprob is not None
+    assert (silent.cumulative_logprob, silent.logprobs) == (None, None)
 
 
 def test_a_stream_has_one_completion_and_checks_its_prompt_at_the_call(llm):
