@@ -13,9 +13,10 @@ from gemma_jax import generate
 from gemma_jax.batch_arrays import prompt_chunk, row_state, sampling_statics, sampling_table
 from gemma_jax.buckets import row_buckets
 from gemma_jax.generate import Limits, plan, run_batch, score_tokens, split_batches
+from gemma_jax.model import context
 from gemma_jax.model.cache import CacheLayout, KVCache, cache_bytes
 from gemma_jax.numerics import Numerics
-from gemma_jax.runner import compiled_programs
+from gemma_jax.runner import compiled_programs, make_program, prefill
 from gemma_jax.sampling_params import SamplingParams
 from gemma_jax.sequence import Sequence
 
@@ -130,6 +131,27 @@ def test_fast_prefill_changes_no_result(e2b, e2b_results):
     plain = random_runner(shallow("e2b-tiny"), fast_prefill=False)
     batch = complete(plain, [sequence(p) for p in prompts()[:4]] + [sequence(prompts()[0])])
     assert_same(batch, [*e2b_results[:4], e2b_results[0]])
+
+
+@pytest.mark.parametrize(("name", "splits"), [("12b-tiny", {False}), ("e2b-tiny", {False, True})])
+def test_only_shared_layers_of_a_fast_prefill_split_their_keys_as_vllm(name, splits, monkeypatch):
+    runner = random_runner(shallow(name), Numerics("bfloat16", "vllm"))
+    batch, seen = [sequence(prompts()[3])], set()
+    layout, (group,) = plan(runner, batch, LIMITS)
+    chunk = prompt_chunk([batch[0].prompt_token_ids], group.rows, 0, 32, 1, 1)
+
+    def record(q, keys, positions, window, numerics, split_keys=False):
+        seen.add(split_keys)
+        return q
+
+    monkeypatch.setattr(context, "attend", record)
+    program = make_program(runner.config, runner.numerics, layout)
+    jax.eval_shape(
+        lambda *x: prefill(program, False, True, True, sampling_statics(batch, 256), *x),
+        runner.leaves, runner.new_cache(layout), row_state(batch, 1, 256, False), chunk,
+        sampling_table(batch, 1, ()),
+    )  # fmt: skip
+    assert seen == splits
 
 
 def test_chunk_sizes_change_no_result(e2b, e2b_results, monkeypatch):

@@ -61,8 +61,10 @@ class _Context:
             FULL: rope_tables(positions, c.full_rope, c.global_head_dim, self.numerics),
         }
 
-    def _attend(self, layer: LayerConfig, q: jax.Array, keys: KeyBlock) -> jax.Array:
-        split = vllm_splits_keys(*q.shape[:2], self.config.num_key_value_heads)
+    def _attend(
+        self, layer: LayerConfig, q: jax.Array, keys: KeyBlock, may_split: bool = True
+    ) -> jax.Array:
+        split = may_split and vllm_splits_keys(*q.shape[:2], self.config.num_key_value_heads)
         return attend(q, keys, self.positions, layer.window, self.numerics, split)
 
     def _write(self, layer: LayerConfig, k, v, positions: jax.Array, valid: jax.Array) -> None:
@@ -120,7 +122,8 @@ class PrefillContext(_Context):
             return attend_in_blocks(
                 q, keys, self.positions, layer.window, LOCAL_BLOCK, self.numerics
             )
-        return self._attend(layer, q, keys)
+        # vLLM shortens a prefill for KV-shared layers only; an owner is always one of many queries.
+        return self._attend(layer, q, keys, may_split=not layer.owns_kv)
 
     def _store(self, layer: LayerConfig, k, v) -> KeyBlock:
         fresh = KeyBlock(k, v, self._chunk_positions)
