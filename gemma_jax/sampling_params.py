@@ -47,7 +47,7 @@ class SamplingParams:
       repetition_penalty: divides positive and multiplies negative logits of seen tokens; 1 is off.
       logit_bias: token id -> value in [-100, 100] added to its logit.
       skip_special_tokens: leave special tokens out of the text.
-      include_stop_str_in_output: keep the stop string that hit in the text.
+      include_stop_str_in_output: keep the stop string, or the text of the stop id, that hit.
       detokenize: produce text; False returns token ids only.
 
     Raises:

@@ -76,10 +76,12 @@ class Sequence:
         self.token_ids.append(token)
         if logprobs is not None and self.params.logprobs is not None:
             self.logprobs.append(logprobs)
-        delta = self._new_text(token)
+        stops = token in self.stop_ids
+        shown = not stops or self.params.include_stop_str_in_output
+        delta = self._new_text(token) if shown else ""
         if self.finished:
             pass
-        elif token in self.stop_ids:
+        elif stops:
             stop_reason = None if token in self.eos_ids else token
             delta += self._finish("stop", stop_reason)
         elif self.remaining == 0:

@@ -255,6 +255,9 @@ def test_a_stop_id_is_reported_and_eos_is_not(llm):
     late = one(llm, params=GREEDY.replace(stop_token_ids=(stop,), min_tokens=at + 1))
     assert len(late.token_ids) > at
     assert stop not in late.token_ids[:at]
+    ended = letters(stop_token_ids=[A], logit_bias={A: 100.0})
+    assert one(llm, params=ended).text == ""
+    assert one(llm, params=ended.replace(include_stop_str_in_output=True)).text == "a"
     eos = one(llm, params=letters(logit_bias={1: 100.0}))
     assert (eos.token_ids, eos.finish_reason, eos.stop_reason) == ([1], "stop", None)
     assert eos.text == ""
