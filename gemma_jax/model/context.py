@@ -64,7 +64,8 @@ class _Context:
     def _attend(
         self, layer: LayerConfig, q: jax.Array, keys: KeyBlock, may_split: bool = True
     ) -> jax.Array:
-        split = may_split and vllm_splits_keys(*q.shape[:2], self.config.num_key_value_heads)
+        rows, length = q.shape[:2]
+        split = may_split and vllm_splits_keys(rows, length, self.config.num_key_value_heads)
         return attend(q, keys, self.positions, layer.window, self.numerics, split)
 
     def _write(self, layer: LayerConfig, k, v, positions: jax.Array, valid: jax.Array) -> None:
