@@ -50,6 +50,7 @@ class StreamChunk:
     Attributes:
       text: new text, never half a character and never the beginning of a stop string.
       token_ids: the new ids.
+      logprobs: one mapping a new id, as in `CompletionOutput`; `None` when not asked for.
       finish_reason: set on the last chunk only.
       stop_reason: as in `CompletionOutput`.
     """
@@ -58,6 +59,7 @@ class StreamChunk:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    logprobs: list[PositionLogprobs] | None = None
 
 
 @dataclass
@@ -238,6 +240,8 @@ class LLM:
         params = sampling_params or self.generation_defaults.sampling_params()
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one completion; use generate")
+        if params.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs: a stream has none; use generate or score")
         request = self._request(prompt, params)
         return self._stream(request.completions[0])
 
@@ -389,7 +393,11 @@ class LLM:
         calls = run_batch(self.runner, [completion], self._limits, suppressed, interactive=True)
         for events in calls:
             for sequence, ids, text in events:
-                yield StreamChunk(text, ids, sequence.finish_reason, sequence.stop_reason)
+                logprobs = sequence.output_logprobs()
+                yield StreamChunk(
+                    text, ids, sequence.finish_reason, sequence.stop_reason,
+                    None if logprobs is None else logprobs[-len(ids) :],
+                )  # fmt: skip
 
     def _outcome(self, outcome: "_Request | GemmaError", prompt: Any) -> RequestOutput:
         if isinstance(outcome, GemmaError):

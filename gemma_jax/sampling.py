@@ -3,7 +3,7 @@
 Order of operations for one row, as in vLLM: raw log-probabilities; logit bias, suppressed and
 too-early stop ids; penalties; then the argmax (temperature 0), or temperature, min_p, top_k, top_p
 and a Gumbel draw. The noise of a request depends on its key, its token count and the token id only,
-so a request draws the same token in any batch.
+so the draw itself does not depend on the batch; logits may, by a bf16 rounding.
 """
 
 from dataclasses import dataclass

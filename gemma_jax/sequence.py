@@ -126,12 +126,13 @@ class Sequence:
             text=self.text,
             token_ids=list(self.token_ids),
             cumulative_logprob=sum(x.sampled for x in self.logprobs) if self.logprobs else None,
-            logprobs=self._output_logprobs(),
+            logprobs=self.output_logprobs(),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
 
-    def _output_logprobs(self) -> list[PositionLogprobs] | None:
+    def output_logprobs(self) -> list[PositionLogprobs] | None:
+        """One mapping a token so far; `None` when the request asked for none."""
         if self.params.logprobs is None:
             return None
         k = self.params.logprobs
