@@ -18,6 +18,9 @@ CANDIDATE_BUCKETS = (64, 256, 1024)
 """Largest top_k served by a partial sort; anything larger sorts the vocabulary."""
 LOGPROB_BUCKETS = (0, 1, 5, 20)
 ID_LIST_BUCKETS = (4, 16, 64, 256, 1024)
+# Larger values of a request mean the same as these, which the arrays can hold.
+_MAX_INT32 = int(np.iinfo(np.int32).max)
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def sampling_statics(sequences: Sequence[Completion], vocab_size: int) -> SamplingStatics:
@@ -59,14 +62,16 @@ def sampling_table(
         key[i] = sequence.key
     biases = [_biases(s, suppressed) for s in sequences]
     return SamplingTable(
-        temperature=column(lambda s: s.params.temperature, 0, np.float32),
-        top_k=column(lambda s: s.params.top_k, 0, np.int32),
+        temperature=column(lambda s: min(s.params.temperature, _MAX_FLOAT32), 0, np.float32),
+        top_k=column(lambda s: min(s.params.top_k, _MAX_INT32), 0, np.int32),
         top_p=column(lambda s: s.params.top_p, 1, np.float32),
         min_p=column(lambda s: s.params.min_p, 0, np.float32),
         presence_penalty=column(lambda s: s.params.presence_penalty, 0, np.float32),
         frequency_penalty=column(lambda s: s.params.frequency_penalty, 0, np.float32),
-        repetition_penalty=column(lambda s: s.params.repetition_penalty, 1, np.float32),
-        min_tokens=column(lambda s: s.params.min_tokens, 0, np.int32),
+        repetition_penalty=column(
+            lambda s: min(s.params.repetition_penalty, _MAX_FLOAT32), 1, np.float32
+        ),
+        min_tokens=column(lambda s: min(s.params.min_tokens, s.max_tokens), 0, np.int32),
         max_tokens=column(lambda s: s.max_tokens, 0, np.int32),
         key=key,
         stop_ids=_id_lists([s.stop_ids for s in sequences], rows, NO_ID, np.int32),

@@ -221,7 +221,9 @@ class ModelConfig:
             data = json.loads(path.read_text())
         except FileNotFoundError:
             raise ConfigError(f"{path}: no such file; a checkpoint needs its config.json") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not valid JSON ({error})") from None
         return cls.from_hf(data)
 

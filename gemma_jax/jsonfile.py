@@ -17,7 +17,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a JSON {type(value).__name__}; expected an object")

@@ -24,7 +24,7 @@ def resolve_model(model: str | Path) -> Path:
     if not isinstance(model, str | Path) or not str(model):
         raise CheckpointError(f"model={model!r}: expected a path, a bundled name or a Hub id")
     path = Path(model).expanduser()
-    if path.exists():
+    if _exists(path):
         _refuse_adapter(path)
         return path
     if str(model) in BUNDLED:
@@ -43,6 +43,13 @@ def bundled_model(name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"model={name!r}: the bundled model is not installed in {folder}")
     return folder
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # such as a name that is too long for a file
+        return False
 
 
 def _refuse_adapter(path: Path) -> None:

@@ -297,3 +297,16 @@ def test_only_kv_shared_layers_of_e2b_are_double_wide():
     widths = [layer.intermediate_size for layer in PRESETS["e2b"].layers]
     assert widths == [6144] * 15 + [12_288] * 20
     assert {layer.intermediate_size for layer in PRESETS["e4b"].layers} == {10_240}
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"hidden_size": ' + "9" * 5000 + "}"])
+def test_json_that_python_cannot_hold_raises_and_names_the_file(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json: not valid JSON"):
+        ModelConfig.from_file(tmp_path)
+
+
+def test_a_config_that_cannot_be_read_raises_and_names_the_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+        ModelConfig.from_file(tmp_path / "file" / "config.json")

@@ -122,3 +122,9 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path, text, words):
     with pytest.raises(ConfigError, match=words) as caught:
         GenerationDefaults.from_dir(tmp_path)
     assert "generation_config.json" in str(caught.value)
+
+
+def test_json_nested_too_deeply_raises_and_names_the_file(tmp_path):
+    (tmp_path / "generation_config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"generation_config\.json is not valid JSON"):
+        GenerationDefaults.from_dir(tmp_path)

@@ -49,7 +49,9 @@ def test_a_hub_failure_names_the_model_and_the_reason(monkeypatch):
         resolve_model("google/none")
 
 
-@pytest.mark.parametrize("name", ["missing", "./a/b", "../a/b", "/no/such/folder", "a/b/c", "~/x"])
+@pytest.mark.parametrize(
+    "name", ["missing", "./a/b", "../a/b", "/no/such/folder", "a/b/c", "~/x", "x" * 5000]
+)
 def test_a_missing_path_raises_and_lists_the_other_kinds(name, hub):
     with pytest.raises(CheckpointError, match=r"no such file or directory; bundled models: nano"):
         resolve_model(name)

@@ -235,7 +235,7 @@ def find_files(path: Path) -> tuple[list[Path], dict[str, str] | None]:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         index = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
