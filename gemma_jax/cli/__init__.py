@@ -5,6 +5,7 @@ Exit codes: 0 all done; 1 a prompt failed, or there was no room; 2 bad input or 
 """
 
 import argparse
+import errno
 import importlib
 import logging
 import os
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `gemma-jax` with these arguments (None: the process's own) and return its exit code."""
     # XLA's C++ log is read when jax is imported; below errors it holds nothing for users.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    _open_missing_streams()
     args = _parser().parse_args(argv)
     try:
         _configure_logging()
@@ -53,9 +55,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("gemma-jax: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence_stdout()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            raise
+        print(f"gemma-jax: error: output cannot be written: {error.strerror}", file=sys.stderr)
+        _silence_stdout()
+        return EXIT_BAD_INPUT
+
+
+def _open_missing_streams() -> None:
+    """Make a stream that the process was started without (as by `<&-`) an empty one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+
+
+def _silence_stdout() -> None:
+    # The interpreter flushes stdout once more on its way out.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
