@@ -119,7 +119,7 @@ def _render_template(source: str, variables: Mapping[str, Any]) -> str:
         return template.render(**variables)
     except jinja2.exceptions.SecurityError as error:
         raise CheckpointError(f"the chat template does what is not allowed: {error}") from error
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # a template is a program, which may fail in any way
         raise RequestError(f"the chat template cannot render these messages: {error}") from error
 
 
