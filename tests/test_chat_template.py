@@ -469,7 +469,9 @@ def test_a_template_may_refuse_a_conversation():
         render_chat([USER], template="{{ raise_exception('only odd numbers') }}")
 
 
-@pytest.mark.parametrize("template", ["{{ messages[0].x.y }}", "{{ 1 + 'a' }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) }}"])
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].x.y }}", "{{ 1 + 'a' }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) }}"]
+)
 def test_a_template_that_fails_on_a_conversation_is_a_request_error(template):
     with pytest.raises(RequestError, match="cannot render these messages"):
         render_chat([USER], template=template)
