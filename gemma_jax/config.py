@@ -26,6 +26,9 @@ MODEL_TYPES = ("gemma4", "gemma4_unified", *TEXT_MODEL_TYPES)
 ROPE_TYPES = ("default", "proportional")
 
 
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 1024
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
@@ -39,9 +42,10 @@ def _check_choice(name: str, value: Any, allowed: tuple) -> None:
         raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
 
 
-def _check_int(name: str, value: Any, minimum: int) -> None:
-    if not _is_int(value) or value < minimum:
-        raise ConfigError(f"{name}={value!r}: expected an integer of at least {minimum}")
+def _check_int(name: str, value: Any, minimum: int, maximum: int = MAX_SIZE) -> None:
+    if not _is_int(value) or not minimum <= value <= maximum:
+        shown = value if not _is_int(value) or abs(value) < 10**30 else f"{str(value)[:9]}…"
+        raise ConfigError(f"{name}={shown!r}: expected an integer from {minimum} to {maximum}")
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,7 @@ class ModelConfig:
     ignored_fields: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self):
+        _check_int("num_hidden_layers", self.num_hidden_layers, 1, MAX_LAYERS)
         if not self.layer_types:
             pattern = [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(self.num_hidden_layers)]
             object.__setattr__(self, "layer_types", tuple(pattern))

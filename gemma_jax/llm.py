@@ -145,6 +145,8 @@ class LLM:
                 f"tokenizer: {tokenizer.vocab_size} tokens, but the model's vocab_size is"
                 f" {config.vocab_size}; it belongs to another model"
             )
+        _check_ids("eos_token_id", defaults.eos_token_ids, config)
+        _check_ids("suppress_tokens", defaults.suppress_tokens, config)
         self.model_config, self.engine_config = config, engine
         self.tokenizer, self.generation_defaults = tokenizer, defaults
         self.max_model_len = engine.context_length(config)
@@ -221,10 +223,12 @@ class LLM:
 
         Messages are {"role", "content"} mappings, rendered by the checkpoint's chat template.
         """
+        if not isinstance(messages, list | tuple):
+            raise RequestError(f"messages={messages!r}: expected a list of messages")
         listed = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = messages if listed else [messages]
+        conversations: list[Any] = list(messages) if listed else [messages]
         prompts: list[Any] = []
-        for conversation in conversations:
+        for conversation in conversations:  # one list of messages each
             try:
                 prompts.append(self._chat_prompt(conversation, tools, enable_thinking))
             except GemmaError as error:
@@ -238,6 +242,7 @@ class LLM:
     ) -> Iterator[StreamChunk]:
         """Completes one prompt, yielding text and ids as they come; n must be 1."""
         params = sampling_params or self.generation_defaults.sampling_params()
+        _check_params("sampling_params", params)
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one completion; use generate")
         if params.prompt_logprobs is not None:
@@ -264,8 +269,10 @@ class LLM:
         Returns:
           One mapping id → Logprob a token, as `prompt_logprobs`; the first is `None`.
         """
-        if not 0 <= logprobs <= MAX_LOGPROBS:
-            raise RequestError(f"logprobs={logprobs!r}: expected 0 to {MAX_LOGPROBS}")
+        if not isinstance(logprobs, int) or not 0 <= logprobs <= MAX_LOGPROBS:
+            raise RequestError(
+                f"logprobs={logprobs!r}: expected an integer from 0 to {MAX_LOGPROBS}"
+            )
         ids = self._checked_ids(token_ids)
         if len(ids) > self.max_model_len:
             raise RequestError(
@@ -285,6 +292,12 @@ class LLM:
             given = self.generation_defaults.sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * len(prompts)
+        if not isinstance(given, list | tuple):
+            raise RequestError(
+                f"sampling_params={given!r}: expected SamplingParams, a list of them, or None"
+            )
+        for i, params in enumerate(given):
+            _check_params(f"sampling_params[{i}]", params)
         if len(given) != len(prompts):
             raise RequestError(
                 f"sampling_params: {len(given)} entries for {len(prompts)} prompts; give one for"
@@ -429,6 +442,20 @@ def _engine_config(settings: dict[str, Any]) -> EngineConfig:
             f"LLM() got unknown argument(s) {', '.join(unknown)}; allowed: {', '.join(known)}"
         )
     return EngineConfig(**settings)
+
+
+def _check_ids(name: str, ids: Sequence[int], config: ModelConfig) -> None:
+    for token in ids:
+        if token >= config.vocab_size:
+            raise ConfigError(
+                f"generation_config.json: {name} has {token}, outside the model's vocabulary of"
+                f" {config.vocab_size}"
+            )
+
+
+def _check_params(name: str, params: Any) -> None:
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"{name}={params!r}: expected SamplingParams")
 
 
 def _is_list_of_prompts(prompts: Any) -> bool:

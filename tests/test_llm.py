@@ -510,3 +510,36 @@ def test_a_tokenizer_of_another_model_is_refused(model, tmp_path):
     backend.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match=f"{len(names)} tokens.*{VOCAB}"):
         load(model, tokenizer=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: llm.generate([3], {"temperature": 1}), "sampling_params="),
+        (lambda llm: llm.generate([[3], [4]], [SamplingParams(), None]), r"sampling_params\[1\]"),
+        (lambda llm: llm.stream([3], {"temperature": 1}), "sampling_params="),
+        (lambda llm: llm.stream([3], SamplingParams(prompt_logprobs=1)), "prompt_logprobs"),
+        (lambda llm: llm.chat({"role": "user", "content": "a"}), "messages="),
+        (lambda llm: llm.chat("hi"), "messages='hi'"),
+        (lambda llm: llm.score([3, 4], 1.5), "logprobs=1.5"),
+        (lambda llm: llm.score([3, 4], "x"), "logprobs='x'"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(llm, call, message):
+    with pytest.raises(RequestError, match=message):
+        call(llm)
+
+
+def test_a_stream_carries_the_logprobs_that_generate_gives(llm):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
+    (output,) = llm.generate([3, 4, 5], params, use_tqdm=False)
+    streamed = [x for chunk in llm.stream([3, 4, 5], params) for x in chunk.logprobs or []]
+    assert streamed == output.outputs[0].logprobs
+
+
+def test_generation_config_ids_outside_the_vocabulary_are_refused(tmp_path):
+    folder = tmp_path / "model"
+    write_checkpoint(TINY_CONFIGS["e2b-tiny"], folder, 0, "float32")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 99999999}')
+    with pytest.raises(ConfigError, match="eos_token_id has 99999999"):
+        LLM(folder)

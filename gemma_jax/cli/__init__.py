@@ -7,6 +7,7 @@ Exit codes: 0 all done; 1 a prompt failed, or there was no room; 2 bad input or 
 import argparse
 import errno
 import importlib
+import io
 import logging
 import os
 import sys
@@ -41,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # XLA's C++ log is read when jax is imported; below errors it holds nothing for users.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _open_missing_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not be UTF-8
     args = _parser().parse_args(argv)
     try:
         _configure_logging()
