@@ -114,11 +114,6 @@ class Sequence:
             return shown
         return shown + self._stop.finish()
 
-    def abort(self) -> None:
-        """Ends the completion from outside, keeping what it has."""
-        if not self.finished:
-            self.text += self._finish("abort", None)
-
     def output(self) -> CompletionOutput:
         """The completion as the caller sees it."""
         return CompletionOutput(
