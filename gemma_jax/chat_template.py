@@ -119,6 +119,8 @@ def _render_template(source: str, variables: Mapping[str, Any]) -> str:
         return template.render(**variables)
     except jinja2.exceptions.SecurityError as error:
         raise CheckpointError(f"the chat template does what is not allowed: {error}") from error
+    except RecursionError:
+        raise  # the caller's message serves both kinds of template
     except Exception as error:  # a template is a program, which may fail in any way
         raise RequestError(f"the chat template cannot render these messages: {error}") from error
 

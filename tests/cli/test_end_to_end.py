@@ -122,8 +122,13 @@ def _lines(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _hear_sigint():
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A test run in the background of a shell ignores SIGINT, and so would its children.
+HEAR_SIGINT = """
+import signal, sys
+from gemma_jax.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def test_ctrl_c_exits_with_130_and_no_traceback(tiny_model, tmp_path):
@@ -131,9 +136,8 @@ def test_ctrl_c_exits_with_130_and_no_traceback(tiny_model, tmp_path):
     argv = [*COMMAND, "generate", "--prompts", write_rows(tmp_path / "in.jsonl", rows)]
     argv += ["--output", str(tmp_path / "out.jsonl"), "--model", tiny_model]
     argv += ["--max-tokens", "24", "--max-num-seqs", "2"]  # programs of the test above
-    # A test run in the background of a shell ignores SIGINT, and so would its children.
-    start = {"stderr": subprocess.PIPE, "preexec_fn": _hear_sigint}
-    with subprocess.Popen(argv, **start) as process:
+    argv = [sys.executable, "-c", HEAR_SIGINT, *argv[len(COMMAND) :]]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE) as process:
         while process.poll() is None and _lines(tmp_path / "out.jsonl") < 2:
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
