@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -76,7 +77,9 @@ def main() -> int:
     """Runs the parts; the exit code is 1 if one failed or was stopped."""
     parser = argparse.ArgumentParser(description="Measure one GPU.", allow_abbrev=False)
     parser.add_argument("--out", type=Path, required=True, help="folder of the result rows")
-    parser.add_argument("--traces", type=Path, default=Path("/tmp/gemma-jax-traces"))
+    parser.add_argument(
+        "--traces", type=Path, default=Path(tempfile.gettempdir()) / "gemma-jax-traces"
+    )
     parser.add_argument("--preset", default="e2b", help="shape of the model (default: e2b)")
     parser.add_argument("--commit", metavar="HASH[-dirty]", help="where git cannot tell")
     parser.add_argument("--budget", type=float, default=530, help="seconds for everything")

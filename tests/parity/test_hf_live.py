@@ -82,7 +82,6 @@ def test_bfloat16_checkpoint_of_every_config_loads_in_transformers(hf, checkpoin
     assert str(model.dtype) == "torch.bfloat16"
 
 
-@pytest.mark.skipif(not NANO_RECORD.exists(), reason="no recorded nano run in this checkout")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_recorded_nano_run_is_what_transformers_gives_now(hf, dtype):
     record = load_teacher_forced(NANO_RECORD)

@@ -23,10 +23,6 @@ MIN_TEXTS = 20
 PROMPT_TOKENS = 16
 MIN_ROWS = 5000
 
-pytestmark = pytest.mark.skipif(
-    not (NANO / "model.safetensors").exists(), reason="the nano weights are not in this checkout"
-)
-
 
 @pytest.fixture(scope="module", params=list(MIN_TOP1))
 def texts(request):
