@@ -1,0 +1,40 @@
+"""Shape cases of the kernels, one file an op: tests and benchmarks run the same list."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one shape.
+
+    Attributes:
+      op: the public function's name.
+      name: unique within the op; states the shape and what is special about it.
+      inputs: from a seed, fresh random arrays as keyword arguments of `call`.
+      call: runs the op; takes those arrays and `implementation`, returns arrays.
+      bench: a shape of a published model, worth timing; the others only test edges.
+      flops, bytes: work counted once: unmasked products, each input read and output written once.
+    """
+
+    op: str
+    name: str
+    inputs: Callable[[int], dict[str, Any]]
+    call: Callable[..., Any]
+    bench: bool = False
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+def all_cases(op: str | None = None) -> list[Case]:
+    """Every case of `op`, or of all ops: each file of this folder has a `CASES` list."""
+    names = [op] if op else sorted(m.name for m in pkgutil.iter_modules(__path__))
+    modules = (importlib.import_module(f"{__name__}.{name}") for name in names)
+    cases: list[Case] = []
+    for module in modules:
+        listed: Sequence[Case] = module.CASES
+        cases.extend(listed)
+    return cases
