@@ -43,10 +43,18 @@ class Packed:
 def logits(
     model: Gemma4, ids: jax.Array, numerics: Numerics, dropout: float = 0.0, key=None
 ) -> jax.Array:
-    """Logits of every row of `ids` [B, T]: float32 [B, T, V].
+    """Logits of every row of `ids` [B, T]: float32 [B, T, V]; see `logits_and_partition`."""
+    return logits_and_partition(model, ids, numerics, dropout, key)[0]
+
+
+def logits_and_partition(
+    model: Gemma4, ids: jax.Array, numerics: Numerics, dropout: float = 0.0, key=None
+) -> tuple[jax.Array, jax.Array]:
+    """Logits of every row of `ids` [B, T], float32 [B, T, V], and the attention's partition.
 
     T is a multiple of the sliding window. `dropout` falls on the embedding and on what each block
-    adds to the residual; `key` is needed when it is above 0.
+    adds to the residual; `key` is needed when it is above 0. The partition is the mean over layers,
+    heads and rows of (log Σ exp(scores))².
     """
     packed = Packed.from_ids(ids)
     tables = _rope(model, packed, numerics)
@@ -56,6 +64,7 @@ def logits(
     keys: dict[int, tuple[jax.Array, jax.Array]] = {}
     drop = _Dropout(dropout, key)
     h = drop(h)
+    partitions = []
     for i, layer in enumerate(model.layers):
         config = layer.layer
         q, k, v = layer.attention.project(
@@ -63,7 +72,8 @@ def logits(
         )
         if k is not None and v is not None:
             keys[config.index] = k, v
-        attended = _attend(config, q, *keys[config.kv_source], packed, numerics)
+        attended, partition = _attend(config, q, *keys[config.kv_source], packed, numerics)
+        partitions.append(partition)
         o = layer.attention.output(attended, numerics)
         h = add(h, drop(_norm(layer, o, layer.post_attention_layernorm, numerics)), numerics)
         y = layer.mlp(_norm(layer, h, layer.pre_feedforward_layernorm, numerics), numerics)
@@ -72,7 +82,7 @@ def logits(
             h = add(h, drop(layer.ple(h, ple[:, :, i], numerics)), numerics)
         h = numerics.cast(h.astype(jnp.float32) * layer.layer_scalar[...].astype(jnp.float32))
     h = rms_norm(h, model.norm[...], model.config.rms_norm_eps, numerics)
-    return model.logits(h, numerics)
+    return model.logits(h, numerics), jnp.mean(jnp.stack(partitions))
 
 
 class _Dropout:
@@ -106,8 +116,8 @@ def _rope(model: Gemma4, packed: Packed, numerics: Numerics) -> dict[LayerKind, 
 # --- attention ------------------------------------------------------------------------------------
 
 
-def _attend(layer: LayerConfig, q, k, v, packed: Packed, numerics: Numerics) -> jax.Array:
-    """[B, T, K, G, H] of causal attention inside documents, windowed in a sliding layer."""
+def _attend(layer: LayerConfig, q, k, v, packed: Packed, numerics: Numerics):
+    """Attention inside documents, causal and windowed by layer: [B, T, K, G, H], partition."""
     column = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32), packed.segments.shape)
     if layer.window is None:
         mask = _mask(column, column, packed.segments, packed.segments, None)
@@ -118,10 +128,10 @@ def _attend(layer: LayerConfig, q, k, v, packed: Packed, numerics: Numerics) -> 
         blocks(column), _with_previous(column, w, -1),
         blocks(packed.segments), _with_previous(packed.segments, w, -1), w,
     )  # fmt: skip
-    out = _softmax_attention(
+    out, partition = _softmax_attention(
         blocks(q), _with_previous(k, w, 0), _with_previous(v, w, 0), mask, numerics
     )
-    return out.reshape(q.shape)
+    return out.reshape(q.shape), partition
 
 
 def _with_previous(x: jax.Array, block: int, fill: int) -> jax.Array:
@@ -141,8 +151,9 @@ def _mask(q_column, k_column, q_segment, k_segment, window: int | None) -> jax.A
     return mask if window is None else mask & (distance < window)
 
 
-def _softmax_attention(q, k, v, mask: jax.Array, numerics: Numerics) -> jax.Array:
+def _softmax_attention(q, k, v, mask: jax.Array, numerics: Numerics):
     scores = numerics.einsum("btkgh,bskh->bkgts", q, k).astype(jnp.float32)
     scores = jnp.where(mask[:, None, None], scores, MASK_VALUE)
     weights = numerics.cast(jax.nn.softmax(scores, axis=-1))
-    return numerics.einsum("bkgts,bskh->btkgh", weights, v)
+    partition = jnp.mean(jnp.square(jax.nn.logsumexp(scores, axis=-1)))
+    return numerics.einsum("bkgts,bskh->btkgh", weights, v), partition

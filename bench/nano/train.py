@@ -24,7 +24,7 @@ from jax import lax
 
 from bench.nano.config import NANO, parameter_count
 from bench.nano.corpus import FOLDER
-from bench.nano.forward import BOS, Packed, logits
+from bench.nano.forward import BOS, Packed, logits, logits_and_partition
 from bench.nano.tokenizer import PACKAGE_FOLDER
 from gemma_jax.checkpoint.hf import write_hf
 from gemma_jax.checkpoint.load import load_checkpoint
@@ -59,6 +59,8 @@ class TrainConfig:
       dropout: rate on the embedding and on each addition to the residual.
       z_loss: weight of the squared log-partition. It draws log Σ exp(logits) to 0, where bfloat16
         logits lie close together; without it they drift to 10 and more, in steps of 1/16.
+      score_z_loss: the same for the attention scores, which bfloat16 rounds too; without it they
+        drift to 200, in steps of 1, and one flipped rounding moves a probability by a factor e.
       init: checkpoint directory to go on from; empty starts from random weights.
       eval_every: steps between evaluations on the validation documents.
       seed: of initial weights, order of the data and dropout.
@@ -73,6 +75,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     dropout: float = 0.1
     z_loss: float = 2e-3
+    score_z_loss: float = 3e-4
     init: str = ""
     eval_every: int = 500
     seed: int = 0
@@ -98,6 +101,8 @@ def _initial(path: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.
     if len(shape) > 1:
         fan_in = math.prod(shape[1:]) if path.endswith("attention/out") else shape[-1]
         return rng.normal(0.0, fan_in**-0.5, shape).astype(np.float32)
+    if path.endswith(("q_norm", "k_norm")):
+        return np.full(shape, shape[0] ** -0.25, np.float32)  # scores of unit variance
     after_block = "/post_" in path or (path.endswith("ple/norm") and path != "ple/norm")
     return np.full(shape, 0.3 if after_block else 1.0, np.float32)
 
@@ -120,12 +125,14 @@ def next_token_loss(z: jax.Array, ids: jax.Array, counted: jax.Array) -> jax.Arr
 
 
 def training_loss(weights: Weights, ids, key, config: ModelConfig, numerics, train: TrainConfig):
-    """Mean loss of `ids` [B, T] over every token but the BOS ones, with the z-loss."""
+    """Mean loss of `ids` [B, T] over every token but the BOS ones, with both z-losses."""
     counted = ids[:, 1:] != BOS
-    z = logits(merge(config, weights, numerics), ids, numerics, train.dropout, key)
+    model = merge(config, weights, numerics)
+    z, scores = logits_and_partition(model, ids, numerics, train.dropout, key)
     partition = jnp.square(jax.nn.logsumexp(z[:, :-1], axis=-1))
     penalty = train.z_loss * jnp.sum(jnp.where(counted, partition, 0.0))
-    return (next_token_loss(z, ids, counted) + penalty) / jnp.maximum(jnp.sum(counted), 1)
+    loss = (next_token_loss(z, ids, counted) + penalty) / jnp.maximum(jnp.sum(counted), 1)
+    return loss + train.score_z_loss * scores
 
 
 # --- data -----------------------------------------------------------------------------------------
