@@ -1,5 +1,6 @@
 """How the network runs: dtype, rounding, limits and batch sizes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -7,10 +8,10 @@ import jax
 from gemma_jax.buckets import MIN_CHUNK
 from gemma_jax.config import ModelConfig
 from gemma_jax.errors import ConfigError, UnsupportedError
+from gemma_jax.kernels import Kernels
 from gemma_jax.numerics import ROUNDINGS, Numerics, Rounding
 
 DTYPES = ("auto", "bfloat16", "float32")
-KERNELS = ("auto", "reference")
 MAX_CHUNK = 2048
 """Longest prefill chunk in tokens; a longer one makes no matrix product faster."""
 
@@ -23,7 +24,8 @@ class EngineConfig:
       dtype: "bfloat16", "float32", or "auto" for the checkpoint's own.
       rounding: whose bf16 rounding points to reproduce, "hf" or "vllm".
       fast_prefill: run KV-shared layers only on the prompt rows whose logits are wanted.
-      kernels: "auto" or "reference" (plain jax.numpy).
+      kernels: "auto", "reference" (plain jax.numpy) or "pallas", and per-op overrides, for instance
+        "auto,prefill_attention=triton" or a mapping op → implementation; see `Kernels`.
       max_model_len: most tokens of a sequence, prompt and output; the model's own limit by default.
       max_num_seqs: most sequences decoded at a time.
       max_num_batched_tokens: most prompt tokens of one prefill call.
@@ -36,7 +38,7 @@ class EngineConfig:
     dtype: str = "auto"
     rounding: Rounding = "hf"
     fast_prefill: bool = True
-    kernels: str = "auto"
+    kernels: str | Mapping[str, str] | Kernels = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
@@ -51,13 +53,14 @@ class EngineConfig:
                 "dtype='float16': activations of Gemma 4 exceed its range (E2B overflows);"
                 " use 'bfloat16' or 'float32'"
             )
-        for name, allowed in (("dtype", DTYPES), ("rounding", ROUNDINGS), ("kernels", KERNELS)):
+        for name, allowed in (("dtype", DTYPES), ("rounding", ROUNDINGS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}"
                 )
         if not isinstance(self.fast_prefill, bool):
             raise ConfigError(f"fast_prefill={self.fast_prefill!r}: expected True or False")
+        Kernels.parse(self.kernels)
         self._check_sizes()
 
     def _check_sizes(self) -> None:

@@ -20,6 +20,7 @@ from gemma_jax.engine_config import EngineConfig
 from gemma_jax.errors import ConfigError, GemmaError, RequestError, UnsupportedError
 from gemma_jax.generate import Limits, run_batch, score_tokens, split_batches
 from gemma_jax.generation_config import GenerationDefaults
+from gemma_jax.kernels import Kernels
 from gemma_jax.model.transformer import abstract_model
 from gemma_jax.model_source import resolve_model
 from gemma_jax.outputs import FinishReason, PositionLogprobs, RequestOutput
@@ -158,7 +159,9 @@ class LLM:
     def _bind(self, leaves: Mapping[str, jax.Array]) -> None:
         engine, config = self.engine_config, self.model_config
         numerics = engine.numerics(config)
-        self._runner: Runner | None = Runner(config, numerics, leaves, engine.fast_prefill)
+        self._runner: Runner | None = Runner(
+            config, numerics, leaves, engine.fast_prefill, Kernels.parse(engine.kernels)
+        )
         cache_bytes = _cache_budget(leaves, engine.gpu_memory_utilization)
         self._limits = Limits.of(engine, self.max_model_len, cache_bytes)
 

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gemma_jax.config import ModelConfig
+from gemma_jax.kernels import AUTO, Kernels
 from gemma_jax.model.cache import CacheLayout, KVCache, init_cache
 from gemma_jax.model.context import DecodeContext, PrefillContext
 from gemma_jax.model.transformer import Gemma4, abstract_model
@@ -86,16 +87,19 @@ class Program:
     config: ModelConfig
     numerics: Numerics
     layout: CacheLayout
+    kernels: Kernels
 
     def model(self, leaves: Sequence[jax.Array]) -> Gemma4:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
 
 @functools.lru_cache
-def make_program(config: ModelConfig, numerics: Numerics, layout: CacheLayout) -> Program:
+def make_program(
+    config: ModelConfig, numerics: Numerics, layout: CacheLayout, kernels: Kernels = AUTO
+) -> Program:
     """The one `Program` of these settings in this process."""
     graphdef, state = nnx.split(abstract_model(config, numerics))
-    return Program(graphdef, jax.tree.structure(state), config, numerics, layout)
+    return Program(graphdef, jax.tree.structure(state), config, numerics, layout, kernels)
 
 
 def prefill(
@@ -156,7 +160,7 @@ def decode(
         i, cache, state, output = carry
         active = ~state.finished
         context = DecodeContext(
-            program.config, numerics, program.layout, cache, state.position, active
+            program.config, numerics, program.kernels, program.layout, cache, state.position, active
         )
         hidden = model.decode(state.token, context, numerics)
         logits = model.logits(hidden, numerics)
@@ -227,7 +231,7 @@ def _prefill_context(program: Program, cache: KVCache, chunk: Chunk, has_past: b
         )
     cache = dataclasses.replace(cache, full_table=full, window_table=window)
     return PrefillContext(
-        program.config, program.numerics, layout, cache,
+        program.config, program.numerics, program.kernels, layout, cache,
         chunk.start, chunk.lengths, chunk.ids.shape[1], has_past,
     )  # fmt: skip
 
@@ -282,6 +286,7 @@ class Runner:
       numerics: compute dtype and rounding.
       leaves: path → array of every weight, as the checkpoint loader gives them.
       fast_prefill: run KV-shared layers only on the rows whose logits are wanted.
+      kernels: the implementation of each op.
     """
 
     def __init__(
@@ -290,8 +295,10 @@ class Runner:
         numerics: Numerics,
         leaves: Mapping[str, jax.Array],
         fast_prefill: bool = True,
+        kernels: Kernels = AUTO,
     ):
         self.config, self.numerics, self.fast_prefill = config, numerics, fast_prefill
+        self.kernels = kernels
         names = named_parameters(abstract_model(config, numerics))
         self._leaves = [leaves[path] for path in names]
         self._replicated = _replicated_like(self._leaves[0])
@@ -356,7 +363,7 @@ class Runner:
         return _score(self._program(layout), has_past, k, self._leaves, cache, chunk, targets)
 
     def _program(self, layout: CacheLayout) -> Program:
-        return make_program(self.config, self.numerics, layout)
+        return make_program(self.config, self.numerics, layout, self.kernels)
 
     def _place[T](self, tree: T) -> T:
         """Arrays where the programs leave theirs; placed otherwise they would compile again."""

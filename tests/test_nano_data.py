@@ -20,6 +20,7 @@ from bench.nano.train import initial_weights, merge
 from bench.nano.turns import conversation, exchange, verse_exchange
 from gemma_jax.config import FULL, ModelConfig
 from gemma_jax.generation_config import GenerationDefaults
+from gemma_jax.kernels import Kernels
 from gemma_jax.model.cache import CacheLayout, init_cache
 from gemma_jax.model.context import PrefillContext
 from gemma_jax.numerics import Numerics
@@ -223,7 +224,9 @@ def test_the_training_forward_equals_prefill_past_the_window(tiny):
     def inference(ids):
         cache = init_cache(config, layout, jnp.float32)
         start, lengths = jnp.zeros(1, jnp.int32), jnp.full(1, length, jnp.int32)
-        context = PrefillContext(config, numerics, layout, cache, start, lengths, length, False)
+        context = PrefillContext(
+            config, numerics, Kernels(), layout, cache, start, lengths, length, False
+        )
         return model.logits(model.prefill(ids, context, rows, numerics, fast=False), numerics)
 
     training = jax.jit(lambda ids: logits(model, ids, numerics))(ids)

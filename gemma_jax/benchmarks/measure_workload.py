@@ -93,7 +93,7 @@ def settings(llm: LLM, model: str, ceilings: Ceilings) -> dict[str, Any]:
         "dtype": llm.runner.numerics.dtype,
         "rounding": engine.rounding,
         "fast_prefill": engine.fast_prefill,
-        "kernels": engine.kernels,
+        "kernels": str(llm.runner.kernels),
         "max_model_len": llm.max_model_len,
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": engine.prefill_tokens(),

@@ -44,7 +44,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="run every layer on every prompt token, for comparison",
     )
     group.add_argument(
-        "--kernels", default="auto", help="which kernels to use (default: %(default)s)"
+        "--kernels",
+        default="auto",
+        metavar="auto|reference|pallas[,OP=IMPLEMENTATION…]",
+        help="which kernels to use, for instance auto,prefill_attention=triton (default: auto)",
     )
     group.add_argument(
         "--max-model-len", type=int, metavar="N", help="context length (default: the model's)"

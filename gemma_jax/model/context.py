@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gemma_jax.config import FULL, SLIDING, LayerConfig, LayerKind, ModelConfig
+from gemma_jax.kernels import Kernels
 from gemma_jax.model import cache as kv
 from gemma_jax.model.attention import (
     VLLM_PREFILL_TILE,
@@ -34,11 +35,12 @@ class _Context:
         self,
         config: ModelConfig,
         numerics: Numerics,
+        kernels: Kernels,
         layout: CacheLayout,
         cache: KVCache,
         positions: jax.Array,
     ):
-        self.config, self.numerics, self.layout = config, numerics, layout
+        self.config, self.numerics, self.kernels, self.layout = config, numerics, kernels, layout
         self.positions = positions  # [B, T]
         self._cache = cache
         self._k, self._v = list(cache.k), list(cache.v)
@@ -95,9 +97,11 @@ class PrefillContext(_Context):
     from the cache.
     """
 
-    def __init__(self, config, numerics, layout, cache, start, lengths, chunk: int, has_past: bool):
+    def __init__(
+        self, config, numerics, kernels, layout, cache, start, lengths, chunk: int, has_past: bool
+    ):
         steps = jnp.arange(chunk, dtype=start.dtype)
-        super().__init__(config, numerics, layout, cache, start[:, None] + steps)
+        super().__init__(config, numerics, kernels, layout, cache, start[:, None] + steps)
         self._start, self._end = start, start + lengths
         self._valid = steps < lengths[:, None]
         self._has_past = has_past
@@ -157,8 +161,8 @@ class PrefillContext(_Context):
 class DecodeContext(_Context):
     """One token a row at `position` [B]; rows not `active` [B] write nothing."""
 
-    def __init__(self, config, numerics, layout, cache, position, active):
-        super().__init__(config, numerics, layout, cache, position[:, None])
+    def __init__(self, config, numerics, kernels, layout, cache, position, active):
+        super().__init__(config, numerics, kernels, layout, cache, position[:, None])
         self._end = position + 1
         self._valid = active[:, None]
 

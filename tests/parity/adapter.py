@@ -54,7 +54,7 @@ def _forward(program: Program, leaves, cache, chunk: Chunk) -> jax.Array:
     model, numerics = program.model(leaves), program.numerics
     rows, length = chunk.ids.shape
     context = PrefillContext(
-        program.config, numerics, program.layout, cache,
+        program.config, numerics, program.kernels, program.layout, cache,
         chunk.start, chunk.lengths, length, False,
     )  # fmt: skip
     every_row = jnp.broadcast_to(jnp.arange(length), (rows, length))

@@ -1,0 +1,102 @@
+"""`bench.kernels`: every op at the shapes of published models, each implementation in one run."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gemma_jax.benchmarks.ceilings import Ceilings, copy_row, matmul_row
+from gemma_jax.benchmarks.kernel_timing import rotations, time_kernel
+from gemma_jax.benchmarks.rows import Report, Row, Source, command_line, peak_memory_bytes
+from gemma_jax.errors import UnsupportedError
+from gemma_jax.pallas.cases import Case, all_cases
+
+IMPLEMENTATIONS = ("reference", "xla", "cudnn", "triton", "mosaic")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Times the chosen cases; the exit code is 1 if one failed."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    args = _parser().parse_args(given)
+    report = Report(args.output_json, Source.find(args.commit))
+    ceilings = _ceilings(report)
+    for case in all_cases(args.op):
+        if case.bench and (args.case is None or args.case in case.name):
+            measure_case(case, args, ceilings, report, command_line("kernels", given))
+    return report.finish()
+
+
+def measure_case(
+    case: Case, args: argparse.Namespace, ceilings: Ceilings, report: Report, command: str
+) -> None:
+    """A row for each implementation that takes the case, with its ratio to plain jax.numpy."""
+    sets = [case.inputs(args.seed + i) for i in range(rotations(case.bytes))]
+    base: float | None = None
+    for name in args.implementation or IMPLEMENTATIONS:
+        row = Row(f"kernels-{case.op}", case.name, name, command=command)
+        try:
+            call = _calling(case, name)
+            timing = time_kernel(call, sets, iters=args.num_iters)
+        except UnsupportedError:
+            continue
+        except Exception as error:
+            row.fail(error)
+            report.add(row)
+            print(f"{case.op:>20} {case.name:<40} {name:>10} {row.status}: {row.note[:120]}")
+            continue
+        for field, value in timing.fields().items():
+            setattr(row, field, value)
+        base = timing.median_ms if name == "reference" else base
+        row.derived = _rates(case, timing.median_ms, ceilings, base)
+        row.peak_memory_bytes = peak_memory_bytes()
+        report.add(row)
+        print(_summary(case, row), flush=True)
+
+
+def _calling(case: Case, implementation: str):
+    return lambda **inputs: case.call(**inputs, implementation=implementation)
+
+
+def _rates(case: Case, ms: float, ceilings: Ceilings, base: float | None) -> dict[str, Any]:
+    flops, bandwidth = case.flops / ms * 1e3, case.bytes / ms * 1e3
+    return {
+        "flops_per_s": flops,
+        "mfu": flops / ceilings.flops,
+        "bytes_per_s": bandwidth,
+        "mbu": bandwidth / ceilings.bandwidth,
+        "speedup_over_reference": None if base is None else base / ms,
+    }
+
+
+def _summary(case: Case, row: Row) -> str:
+    d = row.derived
+    ratio = d["speedup_over_reference"]
+    return (
+        f"{case.op:>20} {case.name:<40} {row.implementation:>10} {1e3 * (row.median_ms or 0):9.2f} µs"
+        f" {(d['flops_per_s'] or 0) / 1e12:7.1f} TFLOP/s {(d['bytes_per_s'] or 0) / 1e12:6.3f} TB/s"
+        + (f" {ratio:5.2f}x" if ratio else "")
+    )
+
+
+def _ceilings(report: Report) -> Ceilings:
+    rows = matmul_row(), copy_row()
+    for row in rows:
+        row.command = "python -m bench.kernels"
+        report.add(row)
+        report.rows.remove(row)
+    flops, bandwidth = rows[0].derived["flops_per_s"], rows[1].derived["bytes_per_s"]
+    print(f"ceilings: {(flops or 0) / 1e12:.0f} TFLOP/s, {(bandwidth or 0) / 1e12:.2f} TB/s")
+    return Ceilings(float(flops or 0), float(bandwidth or 0))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bench.kernels", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--op", help="only this op (default: all)")
+    parser.add_argument("--case", help="only cases whose name contains this")
+    parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS)
+    parser.add_argument("--num-iters", type=int, default=10, help="counted samples")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-json", type=Path, help="file or folder to append rows to")
+    parser.add_argument("--commit", metavar="HASH[-dirty]", help="where git cannot tell")
+    return parser
