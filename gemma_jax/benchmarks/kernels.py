@@ -70,12 +70,11 @@ def _rates(case: Case, ms: float, ceilings: Ceilings, base: float | None) -> dic
 
 
 def _summary(case: Case, row: Row) -> str:
-    d = row.derived
-    ratio = d["speedup_over_reference"]
+    rates = {name: value or 0.0 for name, value in row.derived.items()}
     return (
-        f"{case.op:>20} {case.name:<40} {row.implementation:>10} {1e3 * (row.median_ms or 0):9.2f} µs"
-        f" {(d['flops_per_s'] or 0) / 1e12:7.1f} TFLOP/s {(d['bytes_per_s'] or 0) / 1e12:6.3f} TB/s"
-        + (f" {ratio:5.2f}x" if ratio else "")
+        f"{case.op:>20} {case.name:<40} {row.implementation:>10}"
+        f" {1e3 * (row.median_ms or 0):9.2f} µs {rates['flops_per_s'] / 1e12:7.1f} TFLOP/s"
+        f" {rates['bytes_per_s'] / 1e12:6.3f} TB/s {rates['speedup_over_reference']:5.2f}x"
     )
 
 
