@@ -1,0 +1,405 @@
+"""`prefill_attention` through Pallas' Triton lowering: flash attention with grouped heads packed.
+
+One program takes a tile of query rows, tokens times the G heads that share a key head, and walks
+the tiles of keys that any of its rows can see: first those that the window's edge crosses, then
+those that every row sees whole, then those on the causal diagonal. Only the first and the last kind
+are masked; tiles outside are never loaded. A running maximum and sum make the softmax (Milakov and
+Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
+
+Scores and sums are float32; weights are rounded to the compute dtype before they are normalised,
+the output once. With vLLM's rounding a tile is 32 keys and starts at a multiple of 32, which makes
+the weights those of its Triton kernel.
+
+Head widths are powers of two from 16; bf16 from sm_80, float32 without tensor cores.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from gemma_jax.errors import UnsupportedError
+from gemma_jax.numerics import MASK_VALUE, Numerics
+from gemma_jax.pallas import triton_api as triton
+from gemma_jax.pallas.device import Device, current_device
+from gemma_jax.pallas.dispatch import needs_gpu_or_interpreter
+from gemma_jax.pallas.segments import Segments
+
+VLLM_TILE = 32
+"""Keys a tile of vLLM's prefill kernel; its weights are rounded against the running maximum."""
+VLLM_BLOCK_ROWS = 16
+"""Query rows of a block there; its window starts with the first of them."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a tile is cut and run.
+
+    Attributes:
+      q_rows: query rows of a tile, tokens times grouped heads; a power of two.
+      k_rows: keys of a tile; a power of two.
+      num_warps, num_stages: of Triton.
+      chunk: columns of a head taken at once; a narrower chunk saves registers and reads q again.
+      tiles_first: neighbouring programs take neighbouring tiles, which share keys in L2; otherwise
+        they take one tile of each sequence, the longest first, so that no long one comes last.
+    """
+
+    q_rows: int
+    k_rows: int
+    num_warps: int
+    num_stages: int
+    chunk: int
+    tiles_first: bool = False
+
+
+# (major version of the compute capability, head width, windowed); no tile spills.
+_TILES = {
+    (8, 256, True): Config(64, 64, 8, 2, 256, tiles_first=True),
+    (8, 256, False): Config(64, 64, 8, 2, 256),
+    (8, 512, True): Config(32, 64, 8, 1, 128, tiles_first=True),
+    (8, 512, False): Config(32, 64, 8, 1, 128),
+    (9, 256, True): Config(64, 32, 4, 2, 256, tiles_first=True),
+    (9, 256, False): Config(64, 32, 4, 2, 256),
+    (9, 512, True): Config(64, 64, 8, 1, 512, tiles_first=True),
+    (9, 512, False): Config(64, 64, 8, 1, 512),
+}
+_FLOAT32 = Config(16, 32, 4, 1, 128)
+_INTERPRETED = Config(32, 32, 4, 1, 128)
+
+
+def default_config(
+    head_dim: int, groups: int, window: int | None, numerics: Numerics, device: Device
+) -> Config:
+    """The tile of a shape: tuned on an H200, for an A100 the largest that does not spill."""
+    config = _base_config(head_dim, window, numerics, device)
+    tall = max(config.q_rows, pl.next_power_of_2(groups))
+    config = replace(config, q_rows=tall, chunk=min(config.chunk, head_dim))
+    if numerics.matches_vllm and not numerics.is_float32:
+        return replace(config, k_rows=VLLM_TILE)
+    return config
+
+
+def _base_config(head_dim: int, window: int | None, numerics: Numerics, device: Device) -> Config:
+    if numerics.is_float32:
+        return _FLOAT32
+    if device.capability is None:
+        return _INTERPRETED
+    major = 9 if device.at_least(9) and device.shared_memory >= 200_000 else 8
+    return _TILES[major, 256 if head_dim <= 256 else 512, window is not None]
+
+
+class _Rows(NamedTuple):
+    """The query rows of a program, each [q_rows], and the keys that they may see."""
+
+    index: jax.Array  # in q as [N·K·G, H]
+    valid: jax.Array
+    position: jax.Array  # among the keys
+    low: jax.Array  # first key that any row sees
+    high: jax.Array  # one past the last
+    first: jax.Array  # position of the first row
+    last: jax.Array  # position of the last valid row
+
+
+class _State(NamedTuple):
+    """Of each row: the running maximum, the sum of weights, and the weighted sum of values."""
+
+    top: jax.Array  # [q_rows]
+    total: jax.Array  # [q_rows]
+    out: tuple[jax.Array, ...]  # chunks [q_rows, chunk]
+
+
+class _Sizes(NamedTuple):
+    rows: int  # N, of q
+    batch: int
+    num_kv: int
+    groups: int
+    head_dim: int
+    tiles: int  # tiles of the longest sequence
+
+
+def _prefill_attention_kernel(
+    q_offsets_ref,  # [B]
+    q_lengths_ref,  # [B]
+    k_offsets_ref,  # [B]
+    k_lengths_ref,  # [B]
+    q_ref,  # [N·K·G, H]
+    k_ref,  # [M·K, H]
+    v_ref,  # [M·K, H]
+    out_ref,  # [N·K·G, H]
+    *,
+    sizes: _Sizes,
+    window: int | None,
+    numerics: Numerics,
+    config: Config,
+):
+    tile, b, head = _program(sizes, config)
+    q_offset, q_length = triton.load(q_offsets_ref.at[b]), triton.load(q_lengths_ref.at[b])
+    k_offset, k_length = triton.load(k_offsets_ref.at[b]), triton.load(k_lengths_ref.at[b])
+    rows = _query_rows(tile, head, q_offset, q_length, k_length, sizes, window, config)
+
+    step = functools.partial(
+        _attend_tile, rows, q_ref, k_ref, v_ref, k_offset, head, _load_query(q_ref, rows, config)
+    )
+    step = functools.partial(
+        step, num_kv=sizes.num_kv, window=window, numerics=numerics, config=config
+    )
+    start, whole_start, whole_end, end = _key_tiles(rows, window, config)
+    state = _initial_state(rows, tile, sizes, window, numerics, config)
+    if window is not None:
+        state = lax.fori_loop(start, whole_start, functools.partial(step, masked=True), state)
+    state = lax.fori_loop(whole_start, whole_end, functools.partial(step, masked=False), state)
+    state = lax.fori_loop(whole_end, end, functools.partial(step, masked=True), state)
+
+    total = jnp.where(state.total == 0.0, 1.0, state.total)[:, None]
+    for c, out in enumerate(state.out):
+        at = _at(out_ref, rows.index, c, config)
+        triton.store(at, (out / total).astype(out_ref.dtype), mask=rows.valid[:, None])
+
+    following = triton.load(q_offsets_ref.at[jnp.minimum(b + 1, sizes.batch - 1)])
+    gap_end = jnp.where(b + 1 < sizes.batch, following, sizes.rows)
+    _zero_gap(out_ref, tile, head, q_offset + q_length, gap_end, sizes, config)
+
+
+def _program(sizes: _Sizes, config: Config) -> tuple[jax.Array, jax.Array, jax.Array]:
+    if config.tiles_first:
+        return pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    return sizes.tiles - 1 - pl.program_id(2), pl.program_id(0), pl.program_id(1)
+
+
+def _tokens(tile, sizes: _Sizes, config: Config) -> tuple[jax.Array, jax.Array]:
+    """Token of each row of a tile, and whether the row is in use: heads may not fill the tile."""
+    row = lax.iota(jnp.int32, config.q_rows)
+    per_tile = config.q_rows // sizes.groups
+    return tile * per_tile + row // sizes.groups, row < per_tile * sizes.groups
+
+
+def _row_index(row, head, sizes: _Sizes, config: Config) -> jax.Array:
+    """Index in [N·K·G, H] of the row of q of each token, and the query head of each tile row."""
+    group = lax.iota(jnp.int32, config.q_rows) % sizes.groups
+    return (row * sizes.num_kv + head) * sizes.groups + group
+
+
+def _query_rows(
+    tile, head, q_offset, q_length, k_length, sizes: _Sizes, window: int | None, config: Config
+) -> _Rows:
+    token, used = _tokens(tile, sizes, config)
+    per_tile = config.q_rows // sizes.groups
+    past = k_length - q_length
+    first = past + tile * per_tile
+    last = jnp.minimum(first + per_tile, k_length) - 1
+    return _Rows(
+        index=_row_index(q_offset + token, head, sizes, config),
+        valid=used & (token < q_length),
+        position=past + token,
+        low=jnp.int32(0) if window is None else jnp.maximum(first - window + 1, 0),
+        high=jnp.where(tile * per_tile < q_length, last + 1, 0),
+        first=first,
+        last=last,
+    )
+
+
+def _load_query(q_ref, rows: _Rows, config: Config) -> jax.Array | None:
+    """The tile of q if it is held throughout: when a head is one chunk."""
+    if config.chunk < q_ref.shape[-1]:
+        return None
+    return _load_query_chunk(q_ref, rows, 0, config)
+
+
+def _load_query_chunk(q_ref, rows: _Rows, c: int, config: Config) -> jax.Array:
+    return triton.load(_at(q_ref, rows.index, c, config), mask=rows.valid[:, None], other=0.0)
+
+
+def _at(ref, index: jax.Array, c: int, config: Config):
+    """Chunk c of the rows `index` of a ref [rows, H]."""
+    columns = c * config.chunk + lax.iota(jnp.int32, config.chunk)
+    return ref.at[index[:, None], columns[None, :]]
+
+
+def _key_tiles(rows: _Rows, window: int | None, config: Config):
+    """Tiles [start, end) are seen by some row; [whole_start, whole_end) by every row, whole."""
+    size = config.k_rows
+    start, end = rows.low // size, pl.cdiv(rows.high, size)
+    oldest = 0 if window is None else jnp.maximum(rows.last - window + 1, 0)
+    whole_start = jnp.minimum(jnp.maximum(pl.cdiv(oldest, size), start), end)
+    whole_end = jnp.minimum(jnp.maximum((rows.first + 1) // size, whole_start), end)
+    return start, whole_start, whole_end, end
+
+
+def _initial_state(
+    rows: _Rows, tile, sizes: _Sizes, window: int | None, numerics: Numerics, config: Config
+) -> _State:
+    zeros = jnp.zeros((config.q_rows, config.chunk), jnp.float32)
+    top = jnp.full((config.q_rows,), MASK_VALUE, jnp.float32)
+    if numerics.matches_vllm and not numerics.is_float32 and window is not None:
+        top = jnp.where(_sees_no_first_tile(rows, tile, sizes, window, config), 0.0, top)
+    return _State(
+        top,
+        jnp.zeros((config.q_rows,), jnp.float32),
+        (zeros,) * (sizes.head_dim // config.chunk),
+    )
+
+
+def _sees_no_first_tile(rows: _Rows, tile, sizes: _Sizes, window: int, config: Config) -> jax.Array:
+    """Rows whose block in vLLM's kernel starts with a tile that they cannot see: maximum 0."""
+    block = max(VLLM_BLOCK_ROWS // sizes.groups, 1)
+    token, _ = _tokens(tile, sizes, config)
+    block_position = rows.position - token % block
+
+    def first_tile(position):
+        return jnp.maximum(position - window + 1, 0) // VLLM_TILE
+
+    return first_tile(block_position) < first_tile(rows.position)
+
+
+def _attend_tile(
+    rows: _Rows,
+    q_ref,
+    k_ref,
+    v_ref,
+    k_offset,
+    head,
+    query: jax.Array | None,
+    j,
+    state: _State,
+    *,
+    masked: bool,
+    num_kv: int,
+    window: int | None,
+    numerics: Numerics,
+    config: Config,
+) -> _State:
+    """The state after the keys of tile j."""
+    key = j * config.k_rows + lax.iota(jnp.int32, config.k_rows)
+    index = (k_offset + key) * num_kv + head
+    inside = ((key >= rows.low) & (key < rows.high))[:, None] if masked else None
+    dot = functools.partial(triton.dot, precision=numerics.precision)
+
+    scores = jnp.zeros((config.q_rows, config.k_rows), jnp.float32)
+    for c in range(len(state.out)):
+        q = _load_query_chunk(q_ref, rows, c, config) if query is None else query
+        k = _load_keys(_at(k_ref, index, c, config), inside)
+        scores += dot(q, k, trans_b=True)
+    exp, scores = _exponential(scores, numerics)
+    if masked:
+        scores = jnp.where(_visible(key, rows.position, window), scores, MASK_VALUE)
+
+    top = jnp.maximum(state.top, jnp.max(scores, axis=1))
+    weights = exp(scores - top[:, None])
+    rescale = exp(state.top - top)
+    total = state.total * rescale + jnp.sum(weights, axis=1)
+    weights = weights.astype(v_ref.dtype)
+    out = tuple(
+        acc * rescale[:, None] + dot(weights, _load_keys(_at(v_ref, index, c, config), inside))
+        for c, acc in enumerate(state.out)
+    )
+    return _State(top, total, out)
+
+
+def _load_keys(at, inside: jax.Array | None) -> jax.Array:
+    """Rows of keys or values; 0 where no row of the tile looks, since those may hold NaN."""
+    return triton.load(at) if inside is None else triton.load(at, mask=inside, other=0.0)
+
+
+def _exponential(scores: jax.Array, numerics: Numerics):
+    """exp and its argument: base 2 saves a product, but rounds otherwise than vLLM's base e."""
+    if numerics.matches_vllm:
+        return jnp.exp, scores
+    return jnp.exp2, scores * math.log2(math.e)
+
+
+def _visible(key: jax.Array, position: jax.Array, window: int | None) -> jax.Array:
+    mask = key[None, :] <= position[:, None]
+    return mask if window is None else mask & (key[None, :] > position[:, None] - window)
+
+
+def _zero_gap(out_ref, tile, head, start, end, sizes: _Sizes, config: Config) -> None:
+    """Zeros rows [start, end), which no sequence has; its programs share the blocks among them."""
+    per_tile = config.q_rows // sizes.groups
+    blocks = pl.cdiv(jnp.maximum(end - start, 0), per_tile)
+    zeros = jnp.zeros((config.q_rows, config.chunk), out_ref.dtype)
+
+    def clear(i, _):
+        token, used = _tokens(tile + i * sizes.tiles, sizes, config)
+        valid = (used & (start + token < end))[:, None]
+        index = _row_index(start + token, head, sizes, config)
+        for c in range(sizes.head_dim // config.chunk):
+            at = _at(out_ref, index, c, config)
+            triton.store(at, zeros, mask=valid)
+        return _
+
+    lax.fori_loop(0, pl.cdiv(jnp.maximum(blocks - tile, 0), sizes.tiles), clear, 0)
+
+
+def unsupported(
+    q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, device: Device
+) -> str | None:
+    """Why the kernel cannot take these inputs on `device`; None if it can."""
+    head_dim = q.shape[-1]
+    if q.dtype not in (jnp.bfloat16, jnp.float32) or not q.dtype == k.dtype == v.dtype:
+        return f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: needs bfloat16 or float32 throughout"
+    if head_dim < 16 or head_dim & (head_dim - 1):
+        return f"head width {head_dim}: needs a power of two from 16"
+    if head_dim > 512:
+        return f"head width {head_dim}: no tile above 512 fits the registers"
+    if window is not None and window < 1:
+        return f"window {window}: needs at least 1"
+    return needs_gpu_or_interpreter((8, 0))(device)
+
+
+def prefill_attention_triton(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    *,
+    window: int | None,
+    max_q_len: int,
+    numerics: Numerics,
+    config: Config | None = None,
+) -> jax.Array:
+    """`prefill_attention` by the Triton kernel.
+
+    Raises:
+      UnsupportedError: it cannot take these inputs or this config.
+    """
+    device = current_device()
+    reason = unsupported(q, k, v, window, device)
+    if reason is not None:
+        raise UnsupportedError(f"prefill_attention: triton: {reason}")
+    rows, num_kv, groups, head_dim = q.shape
+    config = config or default_config(head_dim, groups, window, numerics, device)
+    _check_config(config, groups, head_dim, numerics)
+    tiles = pl.cdiv(max_q_len, config.q_rows // groups)
+    sizes = _Sizes(rows, segments.q_offsets.shape[0], num_kv, groups, head_dim, tiles)
+    heads = (num_kv, sizes.batch)
+    kernel = functools.partial(
+        _prefill_attention_kernel, sizes=sizes, window=window, numerics=numerics, config=config
+    )
+    out = triton.pallas_call(
+        kernel,
+        name=f"prefill_attention_{head_dim}",
+        out_shape=jax.ShapeDtypeStruct((rows * num_kv * groups, head_dim), q.dtype),
+        grid=(tiles, *heads[::-1]) if config.tiles_first else (*heads[::-1], tiles),
+        in_specs=[triton.whole()] * 7,
+        out_specs=triton.whole(),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )(*segments, *(x.reshape(-1, head_dim) for x in (q, k, v)))
+    return out.reshape(q.shape)
+
+
+def _check_config(config: Config, groups: int, head_dim: int, numerics: Numerics) -> None:
+    problem = None
+    if config.q_rows < groups:
+        problem = f"q_rows={config.q_rows} is less than the {groups} heads of a group"
+    elif head_dim % config.chunk:
+        problem = f"chunk={config.chunk} does not divide the head width {head_dim}"
+    elif numerics.matches_vllm and not numerics.is_float32 and config.k_rows != VLLM_TILE:
+        problem = f"k_rows={config.k_rows} is not the {VLLM_TILE} of vLLM's rounding"
+    if problem is not None:
+        raise UnsupportedError(f"prefill_attention: triton: {problem}")
