@@ -28,13 +28,14 @@ def time_kernel(
     """Milliseconds a call of `call(**inputs[i])`, as samples of a queue of `calls`."""
 
     def chain(sets):
-        out = None
+        outs = []
         for i in range(calls):
             arguments = sets[i % len(sets)]
-            if out is not None:
-                arguments, _ = lax.optimization_barrier((arguments, out))
-            out = call(**arguments)
-        return out
+            if outs:
+                # A result that nobody used would be dead code, and its call with it.
+                arguments, outs[-1] = lax.optimization_barrier((arguments, outs[-1]))
+            outs.append(call(**arguments))
+        return outs
 
     program = jax.jit(chain)
     timing = measure(lambda: None, lambda _: jax.block_until_ready(program(list(inputs))), 3, iters)
