@@ -10,8 +10,8 @@ proportional RoPE is a table whose tail is cos 1, sin 0: such channels come out 
 them. A KV-shared layer has the query heads only. Rounding points: docs/numerics.md.
 
 The kernel is bound by memory: a program takes a few tokens, issues the loads of all its heads
-before the first use, and reads the two halves of a head as two slices. Query heads and the k, v pair
-are separate programs, so that decode has more of them.
+before the first use, and reads the two halves of a head as two slices. Query heads and the pair
+k, v are separate programs, so that decode has more of them.
 
 Limits: H a power of two, bfloat16 or float32, compute capability 8.0 or a CPU (interpreted). Tokens
 of one call must not share a slot.

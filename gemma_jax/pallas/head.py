@@ -1,0 +1,239 @@
+"""Greedy token and best candidates of soft-capped logits, without the capped logits in memory.
+
+    greedy_token:    argmax_i softcap(logits_i), the lowest id on a tie
+    top_candidates:  the k largest softcap(logits_i), best first, the lower id first on a tie
+
+The capped values round to the compute dtype, which makes ties common: above 8 the capped bf16
+logits take 225 values. Both ops therefore compare capped, rounded values.
+
+Two passes. The first reads the bf16 logits once and writes the best value and id of each block of
+ids; the second works on that small table. For candidates it picks k blocks: a value outside the k
+blocks with the largest maxima (lower block first on a tie) has k values before it, one from each of
+them, so the answer lies inside.
+
+Limits: bfloat16 or float32, compute capability 8.0 or a CPU (interpreted). Source of the soft cap:
+transformers 5.17 `Gemma4ForCausalLM`.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from gemma_jax.numerics import Numerics
+from gemma_jax.pallas import triton_api as triton
+from gemma_jax.pallas.device import Device
+from gemma_jax.pallas.dispatch import (
+    Choice,
+    Implementation,
+    dispatch,
+    needs_gpu_or_interpreter,
+)
+
+BLOCK_IDS = 256
+"""Ids a block of the first pass, and the unit that `top_candidates` looks into again."""
+
+
+class Best(NamedTuple):
+    """Best of each block of `BLOCK_IDS` ids: capped value float32 and id int32, [N, blocks]."""
+
+    value: jax.Array
+    id: jax.Array
+
+
+class Candidates(NamedTuple):
+    """Capped logits float32 and ids int32, [N, k], best first."""
+
+    value: jax.Array
+    id: jax.Array
+
+
+# --- reference and plain jnp made for speed ------------------------------------------------------
+
+
+def capped(logits: jax.Array, softcap: float | None, numerics: Numerics) -> jax.Array:
+    """softcap · tanh(logits / softcap) in float32, each step rounded; `None` is no cap."""
+    z = logits.astype(jnp.float32)
+    if softcap is None:
+        return z
+    z = numerics.round(z / softcap)
+    z = numerics.round(jnp.tanh(z))
+    return numerics.round(z * softcap)
+
+
+def greedy_token_reference(
+    logits: jax.Array, softcap: float | None, *, numerics: Numerics
+) -> jax.Array:
+    """The op in plain jnp."""
+    return jnp.argmax(capped(logits, softcap, numerics), axis=-1).astype(jnp.int32)
+
+
+def top_candidates_reference(
+    logits: jax.Array, k: int, softcap: float | None, *, numerics: Numerics
+) -> Candidates:
+    """The op in plain jnp."""
+    value, ids = lax.top_k(capped(logits, softcap, numerics), k)
+    return Candidates(value, ids.astype(jnp.int32))
+
+
+def _block_best_xla(logits: jax.Array, softcap: float | None, numerics: Numerics) -> Best:
+    n, v = logits.shape
+    padded = jnp.pad(logits, ((0, 0), (0, -v % BLOCK_IDS)), constant_values=-jnp.inf)
+    blocks = capped(padded, softcap, numerics).reshape(n, -1, BLOCK_IDS)
+    first = jnp.argmax(blocks, axis=-1).astype(jnp.int32)
+    starts = jnp.arange(blocks.shape[1], dtype=jnp.int32) * BLOCK_IDS
+    return Best(jnp.max(blocks, axis=-1), first + starts)
+
+
+# --- kernel --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """Blocks of `BLOCK_IDS` ids that a program takes (a power of two), and its warps."""
+
+    blocks: int
+    num_warps: int
+
+
+def default_config(num_rows: int) -> Config:
+    """Few rows need many programs to fill the GPU."""
+    return Config(8, 4) if num_rows <= 4 else Config(16, 4)
+
+
+def _kernel(
+    logits_ref: Any,
+    value_ref: Any,
+    id_ref: Any,
+    *,
+    softcap: float | None,
+    config: Config,
+    numerics: Numerics,
+) -> None:
+    """Some blocks of one row."""
+    row, first = pl.program_id(0), pl.program_id(1) * config.blocks
+    block = first + lax.iota(jnp.int32, config.blocks)
+    ids = block[:, None] * BLOCK_IDS + lax.iota(jnp.int32, BLOCK_IDS)[None]
+    inside = ids < logits_ref.shape[1]
+    z = triton.load(logits_ref.at[row, ids], mask=inside, other=-jnp.inf).astype(jnp.float32)
+    z = jnp.where(inside, _cap(z, softcap, numerics), -jnp.inf)
+    value = jnp.max(z, axis=1)
+    # The lowest id among equals.
+    best = jnp.min(jnp.where(z == value[:, None], ids, logits_ref.shape[1]), axis=1)
+    exists = block < value_ref.shape[1]
+    triton.store(value_ref.at[row, block], value, mask=exists)
+    triton.store(id_ref.at[row, block], best, mask=exists)
+
+
+def _cap(z: jax.Array, softcap: float | None, numerics: Numerics) -> jax.Array:
+    if softcap is None:
+        return z
+    z = triton.rounded(z / jnp.float32(softcap), numerics)
+    z = triton.rounded(jnp.tanh(z), numerics)
+    return triton.rounded(z * jnp.float32(softcap), numerics)
+
+
+# --- wrapper -------------------------------------------------------------------------------------
+
+
+def _block_best_pallas(
+    logits: jax.Array, softcap: float | None, numerics: Numerics, config: Config | None = None
+) -> Best:
+    n, v = logits.shape
+    config = config or default_config(n)
+    blocks = pl.cdiv(v, BLOCK_IDS)
+    out = triton.pallas_call(
+        functools.partial(_kernel, softcap=softcap, config=config, numerics=numerics),
+        name="block_best",
+        out_shape=[
+            jax.ShapeDtypeStruct((n, blocks), jnp.float32),
+            jax.ShapeDtypeStruct((n, blocks), jnp.int32),
+        ],
+        grid=(n, pl.cdiv(blocks, config.blocks)),
+        in_specs=[triton.whole()],
+        out_specs=[triton.whole(), triton.whole()],
+        num_warps=config.num_warps,
+        num_stages=1,
+    )(logits)
+    return Best(*out)
+
+
+def _greedy(block_best: Any, logits: jax.Array, softcap: float | None, *, numerics: Numerics):
+    best = block_best(logits, softcap, numerics)
+    winner = jnp.argmax(best.value, axis=-1, keepdims=True)  # the first block on a tie
+    return jnp.take_along_axis(best.id, winner, axis=-1)[:, 0]
+
+
+def _candidates(
+    block_best: Any, logits: jax.Array, k: int, softcap: float | None, *, numerics: Numerics
+) -> Candidates:
+    n, v = logits.shape
+    maxima = block_best(logits, softcap, numerics).value
+    blocks = lax.top_k(maxima, min(k, maxima.shape[1]))[1]
+    blocks = jnp.sort(blocks, axis=-1)  # positions in order of id, so that ties go to the lower
+    ids = blocks[..., None] * BLOCK_IDS + jnp.arange(BLOCK_IDS, dtype=blocks.dtype)
+    ids = ids.reshape(n, -1).astype(jnp.int32)
+    raw = jnp.take_along_axis(logits, jnp.minimum(ids, v - 1), axis=-1)
+    value = jnp.where(ids < v, capped(raw, softcap, numerics), -jnp.inf)
+    value, at = lax.top_k(value, k)
+    return Candidates(value, jnp.take_along_axis(ids, at, axis=-1))
+
+
+# --- public ops ----------------------------------------------------------------------------------
+
+
+def greedy_token(
+    logits: jax.Array,
+    softcap: float | None,
+    *,
+    numerics: Numerics,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """The id of the largest soft-capped logit, the lowest on a tie: int32 [N] of logits [N, V].
+
+    Raises:
+      UnsupportedError: the named implementation cannot take these inputs.
+    """
+    return _run("greedy_token", _greedy, greedy_token_reference, logits, implementation)(
+        logits, softcap, numerics=numerics
+    )
+
+
+def top_candidates(
+    logits: jax.Array,
+    k: int,
+    softcap: float | None,
+    *,
+    numerics: Numerics,
+    implementation: Implementation | None = None,
+) -> Candidates:
+    """The k largest soft-capped logits of logits [N, V], ordered as `lax.top_k` orders them.
+
+    Raises:
+      UnsupportedError: the named implementation cannot take these inputs.
+    """
+    if not 1 <= k <= logits.shape[1]:
+        raise ValueError(f"k={k}: expected 1 … {logits.shape[1]}, the vocabulary")
+    return _run("top_candidates", _candidates, top_candidates_reference, logits, implementation)(
+        logits, k, softcap, numerics=numerics
+    )
+
+
+def _run(op: str, second_pass: Any, reference: Any, logits: jax.Array, implementation):
+    triton_pass = functools.partial(second_pass, _block_best_pallas)
+    choices = {
+        "triton": Choice(triton_pass, functools.partial(_unsupported, logits)),
+        "xla": Choice(functools.partial(second_pass, _block_best_xla)),
+        "reference": Choice(reference),
+    }
+    return dispatch(op, implementation, choices, f"{logits.dtype}{list(logits.shape)}")
+
+
+def _unsupported(logits: jax.Array, device: Device) -> str | None:
+    if logits.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"dtype {logits.dtype}"
+    return needs_gpu_or_interpreter((8, 0))(device)
