@@ -1,0 +1,786 @@
+"""Prefill attention on Hopper: wgmma and TMA through Pallas' Mosaic GPU back end (sm_90).
+
+    out[i] = sum_j softmax_j(q[i] · k[j]) v[j]   over keys j <= p_i, and j > p_i - window
+
+with p_i = k_length - q_length + i, no scale, float32 scores, softmax and accumulation, weights
+rounded to bf16 before the second product. Shapes: q [N, K, G, H], k and v [M, K, H], bf16, H 256 or
+512. `prefill_attention.py` has the reference and the public op.
+
+A block owns 64-row tiles: 64/G tokens times the G query heads of one key/value head, so that a
+causal or window edge wastes few products. Two designs:
+
+- `split` (H = 512): one warpgroup computes scores and softmax, H/256 others each accumulate 256
+  output columns (64x256 float32 is half of a warpgroup's registers); weights and row scales pass
+  through shared memory. Scores are computed once although the output needs two warpgroups.
+- `joined` (H = 256): each warpgroup does both for its own 64 rows, two of them sharing keys.
+
+One more warpgroup issues the loads. In a cluster of two blocks each loads half of every key tile
+for both: at 64 rows a block L2 bandwidth would otherwise bound the kernel. TMA needs row addresses
+that are multiples of 8, so tiles start at rows rounded down to 8 and the rows before a sequence are
+masked like those behind it.
+
+Limits: N and M multiples of 8; G divides 64; rows past `q_lengths` are written as zeros up to the
+next sequence, and up to `max_q_len` rows behind the last one.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from gemma_jax.errors import UnsupportedError
+from gemma_jax.numerics import Numerics
+from gemma_jax.pallas.device import Device, current_device
+from gemma_jax.pallas.segments import Segments
+
+ROWS = 64
+"""Rows of a wgmma product."""
+HALF = 256
+"""Output columns of one warpgroup: the widest wgmma, and 128 accumulator registers a thread."""
+ALIGN = 8
+"""Rows of a swizzled tile: what a TMA row address must divide by."""
+LOG2E = math.log2(math.e)
+LOWEST = -1e30
+"""First running maximum: finite, so that a row whose first keys are all masked has no NaN."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """How the work is cut.
+
+    Attributes:
+      design: "split" or "joined", see the module.
+      groups: 64-row tiles of a block.
+      block_kv: keys of a tile, a multiple of 64.
+      k_columns, k_slots: split: columns and number of the pieces in which a key tile is streamed.
+      v_columns, v_slots: split: the same of 64 values, for each 256 columns.
+      p_slots: split: tiles of weights in flight between the warpgroups.
+      stages: joined: key and value tiles in flight.
+      ping_pong: joined: one warpgroup's softmax runs under the other's products by a barrier.
+      cluster: blocks that share their loads, 1 or 2.
+      tile_major: last query tiles of all sequences first, rather than one sequence after another.
+    """
+
+    design: Literal["split", "joined"]
+    groups: int = 1
+    block_kv: int = 64
+    k_columns: int = 128
+    k_slots: int = 4
+    v_columns: int = 128
+    v_slots: int = 2
+    p_slots: int = 2
+    stages: int = 2
+    ping_pong: bool = False
+    cluster: int = 1
+    tile_major: bool = True
+
+
+def default_config(head_dim: int) -> Config:
+    if head_dim == 512:
+        return Config("split", cluster=2)
+    return Config("joined", groups=2)
+
+
+def unsupported(
+    q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, device: Device
+) -> str | None:
+    """Why this kernel cannot take these inputs; None if it can. A CPU interprets it."""
+    rows, _, group, head_dim = q.shape
+    if device.is_gpu and device.capability != (9, 0):
+        return f"needs compute capability 9.0, {device.kind} has another"
+    if any(x.dtype != jnp.bfloat16 for x in (q, k, v)):
+        return f"needs bfloat16, got {q.dtype}, {k.dtype}, {v.dtype}"
+    if head_dim not in (256, 512):
+        return f"needs a head width of 256 or 512, got {head_dim}"
+    if ROWS % group:
+        return f"needs query heads per key head that divide {ROWS}, got {group}"
+    if rows % ALIGN or k.shape[0] % ALIGN:
+        return f"needs multiples of {ALIGN} query and key rows, got {rows} and {k.shape[0]}"
+    if window is not None and window < 1:
+        return f"needs a positive window, got {window}"
+    return None
+
+
+# --- geometry ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Static facts of one call."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    fold: int
+    head_dim: int
+    window: int | None
+    max_q_len: int
+    config: Config
+
+    @property
+    def halves(self) -> int:
+        return self.head_dim // HALF
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one 64-row tile."""
+        return ROWS // self.group
+
+    @property
+    def cluster_tokens(self) -> int:
+        return self.tokens * self.config.groups * self.config.cluster
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.max_q_len + ALIGN - 1, self.cluster_tokens)
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.fold
+
+    @property
+    def clusters(self) -> int:
+        return self.tiles * self.heads * self.batch
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Where a block's rows and keys lie; all traced int32.
+
+    Token t of a sequence counts from `q_row`, the query row rounded down to 8; its position is
+    `position + t`. Key tile i has rows from `k_row + i·block_kv`, the first at position
+    `k_position + i·block_kv`.
+    """
+
+    head: jax.Array
+    kv_head: jax.Array
+    first_token: jax.Array
+    q_row: jax.Array
+    position: jax.Array
+    live_from: jax.Array
+    live_to: jax.Array
+    store_to: jax.Array
+    k_row: jax.Array
+    k_position: jax.Array
+    k_length: jax.Array
+    steps: jax.Array
+
+
+def _div(x: jax.Array, y: int) -> jax.Array:
+    return lax.div(x, jnp.int32(y))
+
+
+def _rem(x: jax.Array, y: int) -> jax.Array:
+    return lax.rem(x, jnp.int32(y))
+
+
+def _floor8(x: jax.Array) -> jax.Array:
+    return _div(x, ALIGN) * ALIGN
+
+
+def _work(shape: _Shape, meta: Any) -> _Work:
+    """The work of this block: heaviest query tiles first."""
+    index = lax.axis_index("tile")
+    pairs = shape.heads * shape.batch
+    if shape.config.tile_major:
+        tile, pair = shape.tiles - 1 - _div(index, pairs), _rem(index, pairs)
+    else:
+        tile, pair = shape.tiles - 1 - _rem(index, shape.tiles), _div(index, shape.tiles)
+    head, b = _rem(pair, shape.heads), _div(pair, shape.heads)
+    q_offset, q_length, k_offset, k_length, q_end = (meta[i, b] for i in range(5))
+    q_base, k_base = _floor8(q_offset), _floor8(k_offset)
+    q_shift, k_shift = q_offset - q_base, k_offset - k_base
+    position = k_length - q_length - q_shift
+
+    first = tile * shape.cluster_tokens
+    low = jnp.maximum(first, q_shift)
+    high = jnp.minimum(first + shape.cluster_tokens, q_shift + q_length) - 1
+    window = shape.window
+    first_key = 0 if window is None else jnp.maximum(position + low - window + 1, 0)
+    k_low = _floor8(k_shift + first_key)
+    keys = k_shift + position + high + 1 - k_low
+    steps = jnp.maximum(_div(keys + shape.config.block_kv - 1, shape.config.block_kv), 0)
+    block = lax.axis_index("block") if shape.config.cluster > 1 else 0
+    return _Work(
+        head=head,
+        kv_head=_div(head, shape.fold),
+        first_token=first + block * (shape.tokens * shape.config.groups),
+        q_row=q_base,
+        position=position,
+        live_from=q_shift,
+        live_to=q_shift + q_length,
+        store_to=q_end - q_base,
+        k_row=k_base + k_low,
+        k_position=k_low - k_shift,
+        k_length=k_length,
+        steps=jnp.where(high >= low, steps, 0),
+    )
+
+
+def _group_token(shape: _Shape, work: _Work, group: Any) -> jax.Array:
+    """First token of one of the block's 64-row tiles."""
+    return work.first_token + group * shape.tokens
+
+
+# --- steps of a warpgroup -------------------------------------------------------------------------
+
+
+def _row_array(value: float) -> jax.Array:
+    return plgpu.layout_cast(
+        jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
+    )
+
+
+def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+def _mask_edges(
+    shape: _Shape, work: _Work, token: jax.Array, step: jax.Array, s: jax.Array
+) -> jax.Array:
+    """Scores with -inf for keys before the sequence, behind the query or left of its window."""
+    keys = shape.config.block_kv
+    window = shape.window
+    k_first = work.k_position + step * keys
+    q_first = work.position + token
+    inside = (k_first >= 0) & (k_first + keys - 1 <= q_first)
+    if window is not None:
+        inside &= k_first > q_first + shape.tokens - 1 - window
+
+    def masked(s):
+        column = _iota((ROWS, keys), 1)
+        row = lax.rem(_iota((ROWS, keys), 0), jnp.int32(shape.tokens))
+        ahead = (row + (q_first - k_first)) - column
+        seen = (ahead >= 0) & (column >= -k_first)
+        if window is not None:
+            seen &= ahead < window
+        return jnp.where(seen, s, -jnp.inf)
+
+    return lax.cond(inside, lambda s: s, masked, s)
+
+
+def _softmax(s: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(weights, new maximum · log2 e, factor of what was summed before)."""
+    new = jnp.maximum(m, s.max(axis=1) * LOG2E)
+    alpha = jnp.exp2(m - new)
+    p = jnp.exp2(s * LOG2E - lax.broadcast_in_dim(new, s.shape, [0]))
+    return p, new, alpha
+
+
+def _clear_outside(shape: _Shape, work: _Work, first: jax.Array, v: Any) -> None:
+    """Zeroes the rows of a value tile [64, columns] that are not the sequence's: 0 · NaN is NaN."""
+    rows, columns = v.shape
+
+    @pl.when((first < 0) | (first + rows > work.k_length))
+    def _():
+        position = _iota((rows, ROWS), 0) + first
+        own = (position >= 0) & (position < work.k_length)
+        for c in range(0, columns, ROWS):
+            part = v.at[:, c : c + ROWS]
+            x = plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+            part[...] = jnp.where(own, x, 0.0).astype(v.dtype)
+        plgpu.commit_smem()
+
+
+def _accumulate(acc: jax.Array, multiply: Any, interpret: bool) -> jax.Array:
+    """`acc` plus the products that `multiply` issues on an accumulator, in place on a GPU."""
+    if interpret:  # The interpreter has no initialised accumulators.
+
+        def fresh(ref):
+            multiply(ref)
+            return ref[...]
+
+        return acc + pl.run_scoped(fresh, plgpu.ACC(acc.shape, jnp.float32))
+    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+
+def _store(
+    shape: _Shape, work: _Work, token: jax.Array, half: Any, acc: jax.Array, l: jax.Array,
+    tiled: Any, plain: Any, out: Any,
+) -> None:  # fmt: skip
+    """Writes a tile [64, 256]: at once, or row by row where other sequences own some rows."""
+    o = acc * lax.broadcast_in_dim(1.0 / jnp.where(l > 0, l, 1.0), acc.shape, [0])
+    tokens, columns = shape.tokens, pl.ds(half * HALF, HALF)
+    low = jnp.maximum(token, work.live_from)
+    high = jnp.minimum(token + tokens, work.store_to)
+    whole = (token >= work.live_from) & (token + tokens <= jnp.minimum(work.live_to, work.store_to))
+    heads = [work.head * shape.group + g for g in range(shape.group)]
+
+    @pl.when(whole)
+    def _():
+        tiled[...] = o.astype(out.dtype)
+        plgpu.commit_smem()
+        for g, head in enumerate(heads):
+            for part in range(0, tokens, ALIGN):
+                plgpu.copy_smem_to_gmem(
+                    tiled.at[g * tokens + part : g * tokens + part + ALIGN],
+                    out.at[pl.ds(work.q_row + token + part, ALIGN), head, columns],
+                )
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(jnp.logical_not(whole) & (low < high))
+    def _():
+        row = lax.rem(_iota(acc.shape, 0), jnp.int32(tokens)) + token
+        live = (row >= work.live_from) & (row < work.live_to)
+        plain[...] = jnp.where(live, o, 0.0).astype(out.dtype)
+        plgpu.commit_smem()
+
+        @pl.loop(low, high)
+        def _(t):
+            for g, head in enumerate(heads):
+                plgpu.copy_smem_to_gmem(
+                    plain.at[pl.ds(g * tokens + t - token, 1)],
+                    out.at[pl.ds(work.q_row + t, 1), head, columns],
+                )
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _load_queries(shape: _Shape, work: _Work, q: Any, q_smem: Any, barrier: Any) -> None:
+    for group in range(shape.config.groups):
+        row = work.q_row + _group_token(shape, work, group)
+        for g in range(shape.group):
+            for half in range(shape.halves):
+                plgpu.copy_gmem_to_smem(
+                    q.at[
+                        pl.ds(row, shape.tokens),
+                        work.head * shape.group + g,
+                        half * HALF : (half + 1) * HALF,
+                    ],
+                    q_smem.at[group, half, g * shape.tokens : (g + 1) * shape.tokens],
+                    barrier.at[group],
+                )
+
+
+def _load(shape: _Shape, source: Any, target: Any, full: Any, empty: Any, wait: Any) -> None:
+    """One piece of keys or values, for all blocks of the cluster, once its slot is free."""
+
+    if wait is not None:
+
+        @pl.when(wait)
+        def _():
+            plgpu.barrier_wait(empty)
+
+    axes = "block" if shape.config.cluster > 1 else None
+    plgpu.copy_gmem_to_smem(source, target, full, collective_axes=axes)
+
+
+def _drain(empty: Any, slots: int, used: jax.Array, first: Any = 0) -> None:
+    """Waits until every used slot was given back: a block must outlive what others send it."""
+    for slot in range(slots):
+
+        @pl.when(slot < used)
+        def _(slot=slot):
+            plgpu.barrier_wait(empty.at[first + slot])
+
+
+# --- split design ---------------------------------------------------------------------------------
+
+
+def _split_kernel(
+    meta, q, k, v, out,
+    q_union, k_smem, v_smem, p_smem, alpha_smem, l_smem,
+    q_full, k_full, k_empty, v_full, v_empty, p_full, p_empty, l_full,
+    *, shape: _Shape, interpret: bool,
+):  # fmt: skip
+    c = shape.config
+    q_smem, q_plain = q_union
+    work = _work(shape, meta)
+    wg = lax.axis_index("wg")
+    k_pieces = shape.head_dim // c.k_columns
+    v_pieces = (c.block_kv // ROWS) * (HALF // c.v_columns)
+    softmax_wgs, output_wgs = c.groups, c.groups * shape.halves
+
+    @pl.when(wg < softmax_wgs)
+    def _softmax_warpgroup():
+        plgpu.set_max_registers(_registers(shape)[0], action=_registers_action(shape, 0))
+        group = wg
+        token = _group_token(shape, work, group)
+
+        @pl.when(work.steps > 0)
+        def _():
+            plgpu.barrier_wait(q_full.at[group])
+
+        def body(step, carry):
+            m, l = carry
+
+            def scores(acc):
+                for piece in range(k_pieces):
+                    slot = _rem(step * k_pieces + piece, c.k_slots)
+                    column = piece * c.k_columns
+                    q_part = q_smem.at[
+                        group, column // HALF, :, column % HALF : column % HALF + c.k_columns
+                    ]
+                    plgpu.barrier_wait(k_full.at[slot])
+                    plgpu.wgmma(acc, q_part, k_smem.at[slot].transpose((1, 0)))
+                    if piece:
+                        plgpu.wgmma_wait(1)
+                        previous = _rem(step * k_pieces + piece - 1, c.k_slots)
+                        plgpu.barrier_arrive(k_empty.at[previous])
+                return acc[...]
+
+            s = pl.run_scoped(scores, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
+            plgpu.barrier_arrive(k_empty.at[_rem(step * k_pieces + k_pieces - 1, c.k_slots)])
+            s = _mask_edges(shape, work, token, step, s)
+            p, m, alpha = _softmax(s, m)
+            slot = _rem(step, c.p_slots)
+
+            @pl.when(step >= c.p_slots)
+            def _():
+                plgpu.barrier_wait(p_empty.at[group * c.p_slots + slot])
+
+            alpha_smem[group, slot] = alpha
+            p_smem[group, slot] = p.astype(p_smem.dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(p_full.at[group * c.p_slots + slot])
+            return m, l * alpha + p.sum(axis=1)
+
+        _, l = lax.fori_loop(0, work.steps, body, (_row_array(LOWEST), _row_array(0.0)))
+        l_smem[group] = l
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(l_full.at[group])
+        _drain(p_empty, c.p_slots, work.steps, group * c.p_slots)
+
+    @pl.when((wg >= softmax_wgs) & (wg < softmax_wgs + output_wgs))
+    def _output_warpgroup():
+        plgpu.set_max_registers(_registers(shape)[1], action=_registers_action(shape, 1))
+        group, half = _div(wg - softmax_wgs, shape.halves), _rem(wg - softmax_wgs, shape.halves)
+
+        def body(step, acc):
+            p_slot = _rem(step, c.p_slots)
+            plgpu.barrier_wait(p_full.at[group * c.p_slots + p_slot])
+            alpha = plgpu.load(alpha_smem.at[group, p_slot], layout=plgpu.Layout.WGMMA.reduce(1))
+            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+
+            def multiply(ref):
+                for piece in range(v_pieces):
+                    slot = _rem(step * v_pieces + piece, c.v_slots)
+                    rows, column = _value_piece(shape, piece)
+                    plgpu.barrier_wait(v_full.at[half * c.v_slots + slot])
+                    v_part = v_smem.at[half, slot]
+                    first = work.k_position + step * c.block_kv + rows
+                    _clear_outside(shape, work, first, v_part)
+                    plgpu.wgmma(
+                        ref.at[:, column : column + c.v_columns],
+                        p_smem.at[group, p_slot, :, rows : rows + ROWS],
+                        v_part,
+                    )
+                    if piece:
+                        plgpu.wgmma_wait(1)
+                        previous = _rem(step * v_pieces + piece - 1, c.v_slots)
+                        plgpu.barrier_arrive(v_empty.at[half * c.v_slots + previous])
+
+            acc = _accumulate(acc, multiply, interpret)
+            last = _rem(step * v_pieces + v_pieces - 1, c.v_slots)
+            plgpu.barrier_arrive(v_empty.at[half * c.v_slots + last])
+            plgpu.barrier_arrive(p_empty.at[group * c.p_slots + p_slot])
+            return acc
+
+        zero = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), plgpu.Layout.WGMMA)
+        acc = lax.fori_loop(0, work.steps, body, zero)
+        plgpu.barrier_wait(l_full.at[group])
+        l = plgpu.load(l_smem.at[group], layout=plgpu.Layout.WGMMA.reduce(1))
+        _store(
+            shape, work, _group_token(shape, work, group), half, acc, l,
+            q_smem.at[group, half], q_plain.at[group, half], out,
+        )  # fmt: skip
+
+    @pl.when(wg == softmax_wgs + output_wgs)
+    def _load_warpgroup():
+        plgpu.set_max_registers(24, action="decrease")
+
+        @pl.when(work.steps > 0)
+        def _():
+            _load_queries(shape, work, q, q_smem, q_full)
+
+        def keys(step, piece):
+            index = step * k_pieces + piece
+            slot = _rem(index, c.k_slots)
+            source = k.at[
+                pl.ds(work.k_row + step * c.block_kv, c.block_kv),
+                work.kv_head,
+                piece * c.k_columns : (piece + 1) * c.k_columns,
+            ]
+            _load(
+                shape, source, k_smem.at[slot], k_full.at[slot], k_empty.at[slot],
+                index >= c.k_slots,
+            )  # fmt: skip
+
+        def values(step, piece):
+            index = step * v_pieces + piece
+            slot = _rem(index, c.v_slots)
+            rows, column = _value_piece(shape, piece)
+            for half in range(shape.halves):
+                first = half * HALF + column
+                source = v.at[
+                    pl.ds(work.k_row + step * c.block_kv + rows, ROWS),
+                    work.kv_head,
+                    first : first + c.v_columns,
+                ]
+                _load(
+                    shape, source, v_smem.at[half, slot], v_full.at[half * c.v_slots + slot],
+                    v_empty.at[half * c.v_slots + slot], index >= c.v_slots,
+                )  # fmt: skip
+
+        @pl.loop(0, work.steps + 1)
+        def _(step):
+            for piece in range(max(k_pieces, v_pieces)):
+                if piece < k_pieces:
+                    pl.when(step < work.steps)(functools.partial(keys, step, piece))
+                if piece < v_pieces:
+                    pl.when(step > 0)(functools.partial(values, step - 1, piece))
+
+        _drain(k_empty, c.k_slots, work.steps * k_pieces)
+        for half in range(shape.halves):
+            _drain(v_empty, c.v_slots, work.steps * v_pieces, half * c.v_slots)
+
+
+def _value_piece(shape: _Shape, piece: int) -> tuple[int, int]:
+    """(first key row of the tile, first of the 256 columns) of a piece of values."""
+    across = HALF // shape.config.v_columns
+    return piece // across * ROWS, piece % across * shape.config.v_columns
+
+
+def _registers(shape: _Shape) -> tuple[int, int]:
+    """Registers a thread of the softmax and output warpgroups."""
+    warpgroups = shape.config.groups * (1 + shape.halves) + 1
+    return {3: (152, 208), 4: (144, 168), 5: (80, 160)}[warpgroups]
+
+
+def _registers_action(shape: _Shape, role: int) -> Any:
+    warpgroups = shape.config.groups * (1 + shape.halves) + 1
+    at_launch = 65536 // (128 * warpgroups) // 8 * 8
+    return "increase" if _registers(shape)[role] >= at_launch else "decrease"
+
+
+# --- joined design --------------------------------------------------------------------------------
+
+
+def _joined_kernel(
+    meta, q, k, v, out,
+    q_union, k_smem, v_smem,
+    q_full, k_full, k_empty, v_full, v_empty, turn,
+    *, shape: _Shape, interpret: bool,
+):  # fmt: skip
+    c = shape.config
+    q_smem, q_plain = q_union
+    work = _work(shape, meta)
+    wg = lax.axis_index("wg")
+    compute_wgs = c.groups * shape.halves
+
+    def take_turn():
+        if c.ping_pong:
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+    @pl.when(wg < compute_wgs)
+    def _compute_warpgroup():
+        plgpu.set_max_registers(240 if compute_wgs == 2 else 160, action="increase")
+        group, half = _div(wg, shape.halves), _rem(wg, shape.halves)
+        token = _group_token(shape, work, group)
+
+        @pl.when(work.steps > 0)
+        def _():
+            plgpu.barrier_wait(q_full.at[group])
+
+        pl.when(wg == 1)(take_turn)
+
+        def body(step, carry):
+            acc, m, l = carry
+            slot = _rem(step, c.stages)
+
+            def scores(ref):
+                plgpu.barrier_wait(k_full.at[slot])
+                for part in range(shape.halves):
+                    plgpu.wgmma(
+                        ref, q_smem.at[group, part], k_smem.at[slot, part].transpose((1, 0))
+                    )
+                take_turn()
+                return ref[...]
+
+            s = pl.run_scoped(scores, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
+            plgpu.barrier_arrive(k_empty.at[slot])
+            s = _mask_edges(shape, work, token, step, s)
+            p, m, alpha = _softmax(s, m)
+            l = l * alpha + p.sum(axis=1)
+            p = p.astype(v_smem.dtype)
+            acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            if c.ping_pong:
+                plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(v_full.at[slot])
+            if c.ping_pong:
+                plgpu.barrier_wait(turn)
+            v_part = v_smem.at[slot, half]
+            for rows in range(0, c.block_kv, ROWS):
+                first = work.k_position + step * c.block_kv + rows
+                _clear_outside(shape, work, first, v_part.at[rows : rows + ROWS])
+            if interpret:  # The interpreter has no operands in registers.
+                acc += jnp.dot(p, v_part[...], preferred_element_type=jnp.float32)
+            else:
+                acc = _accumulate(acc, lambda ref: plgpu.wgmma(ref, p, v_part), interpret)
+            plgpu.barrier_arrive(v_empty.at[slot])
+            return acc, m, l
+
+        zero = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), plgpu.Layout.WGMMA)
+        acc, _, l = lax.fori_loop(
+            0, work.steps, body, (zero, _row_array(LOWEST), _row_array(0.0))
+        )
+        pl.when(wg == 0)(take_turn)
+        _store(
+            shape, work, token, half, acc, l,
+            q_smem.at[group, half], q_plain.at[group, half], out,
+        )  # fmt: skip
+
+    @pl.when(wg == compute_wgs)
+    def _load_warpgroup():
+        plgpu.set_max_registers(24, action="decrease")
+
+        @pl.when(work.steps > 0)
+        def _():
+            _load_queries(shape, work, q, q_smem, q_full)
+
+        @pl.loop(0, work.steps)
+        def _(step):
+            slot = _rem(step, c.stages)
+            rows = pl.ds(work.k_row + step * c.block_kv, c.block_kv)
+            for source, target, full, empty in (
+                (k, k_smem, k_full, k_empty), (v, v_smem, v_full, v_empty),
+            ):  # fmt: skip
+                for part in range(shape.halves):
+                    columns = slice(part * HALF, (part + 1) * HALF)
+                    _load(
+                        shape, source.at[rows, work.kv_head, columns], target.at[slot, part],
+                        full.at[slot], empty.at[slot],
+                        (step >= c.stages) if part == 0 else None,
+                    )  # fmt: skip
+
+        _drain(k_empty, c.stages, work.steps)
+        _drain(v_empty, c.stages, work.steps)
+
+
+# --- call -----------------------------------------------------------------------------------------
+
+
+def _tiled(*shape: int) -> Any:
+    """bf16 shared memory in the swizzled tiles that wgmma reads."""
+    transforms = (plgpu.TilingTransform((ALIGN, 64)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+
+def _query_memory(shape: _Shape) -> Any:
+    """Queries, and in their place at the end the output: tiled, or plain to store single rows."""
+    size = (shape.config.groups, shape.halves, ROWS, HALF)
+    return plgpu.RefUnion(_tiled(*size), plgpu.SMEM(size, jnp.bfloat16))
+
+
+def _freed(shape: _Shape, arrivals: int, count: int) -> Any:
+    """Barriers by which all readers of the cluster give slots back."""
+    if shape.config.cluster > 1:
+        return plgpu.ClusterBarrier(
+            collective_axes=("block",), num_arrivals=arrivals, num_barriers=count
+        )
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+def _split_scratch(shape: _Shape) -> list[Any]:
+    c = shape.config
+    halves, groups = shape.halves, c.groups
+    return [
+        _query_memory(shape),
+        _tiled(c.k_slots, c.block_kv, c.k_columns),
+        _tiled(halves, c.v_slots, ROWS, c.v_columns),
+        _tiled(groups, c.p_slots, ROWS, c.block_kv),
+        plgpu.SMEM((groups, c.p_slots, ROWS), jnp.float32),
+        plgpu.SMEM((groups, ROWS), jnp.float32),
+        plgpu.Barrier(num_arrivals=shape.group * halves, num_barriers=groups),
+        plgpu.Barrier(num_barriers=c.k_slots),
+        _freed(shape, groups, c.k_slots),
+        plgpu.Barrier(num_barriers=halves * c.v_slots),
+        _freed(shape, groups, halves * c.v_slots),
+        plgpu.Barrier(num_barriers=groups * c.p_slots),
+        plgpu.Barrier(num_arrivals=halves, num_barriers=groups * c.p_slots),
+        plgpu.Barrier(num_barriers=groups),
+    ]
+
+
+def _joined_scratch(shape: _Shape) -> list[Any]:
+    c = shape.config
+    readers = c.groups * shape.halves
+    tiles = (c.stages, shape.halves, c.block_kv, HALF)
+    return [
+        _query_memory(shape),
+        _tiled(*tiles),
+        _tiled(*tiles),
+        plgpu.Barrier(num_arrivals=shape.group * shape.halves, num_barriers=c.groups),
+        plgpu.Barrier(num_arrivals=shape.halves, num_barriers=c.stages),
+        _freed(shape, readers, c.stages),
+        plgpu.Barrier(num_arrivals=shape.halves, num_barriers=c.stages),
+        _freed(shape, readers, c.stages),
+        plgpu.Barrier(num_arrivals=2),
+    ]
+
+
+def _warpgroups(shape: _Shape) -> int:
+    """Warpgroups of a block, the loading one included."""
+    softmax = shape.config.groups if shape.config.design == "split" else 0
+    return softmax + shape.config.groups * shape.halves + 1
+
+
+def prefill_attention_mosaic(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    *,
+    window: int | None,
+    max_q_len: int,
+    numerics: Numerics,
+    config: Config | None = None,
+) -> jax.Array:
+    """Attention of packed or padded sequences, [N, K, G, H] bf16; see the module.
+
+    Args:
+      q, k, v: [N, K, G, H], [M, K, H] and [M, K, H] bf16.
+      segments: rows of each sequence, in ascending order.
+      window: keys a query sees, itself included; None for all before it.
+      max_q_len: static bound of `q_lengths`; sets the grid.
+      numerics: bf16; both rounding rules agree on this op.
+      config: how the work is cut; None takes `default_config`.
+    """
+    device = current_device()
+    reason = unsupported(q, k, v, window, device)
+    if reason is not None or numerics.is_float32:
+        raise UnsupportedError(f"prefill_attention: mosaic {reason or 'needs bfloat16 numerics'}")
+    rows, kv_heads, group, head_dim = q.shape
+    fold = max(1, group // ALIGN)
+    shape = _Shape(
+        batch=segments.q_offsets.shape[0], kv_heads=kv_heads, group=group // fold, fold=fold,
+        head_dim=head_dim, window=window, max_q_len=max_q_len,
+        config=config or default_config(head_dim),
+    )  # fmt: skip
+    q_ends = jnp.concatenate([segments.q_offsets[1:], jnp.full((1,), rows, jnp.int32)])
+    meta = jnp.stack([*segments, q_ends]).astype(jnp.int32)
+    split = shape.config.design == "split"
+    cluster = {"cluster": (2,), "cluster_names": ("block",)} if shape.config.cluster > 1 else {}
+    out = plgpu.kernel(
+        functools.partial(
+            _split_kernel if split else _joined_kernel, shape=shape, interpret=not device.is_gpu
+        ),
+        out_type=jax.ShapeDtypeStruct((rows, kv_heads * group, head_dim), q.dtype),
+        scratch_types=_split_scratch(shape) if split else _joined_scratch(shape),
+        grid=(shape.clusters,),
+        grid_names=("tile",),
+        num_threads=_warpgroups(shape),
+        thread_name="wg",
+        kernel_name="prefill_attention_mosaic",
+        interpret=None if device.is_gpu else plgpu.InterpretGPUParams(),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        **cluster,
+    )(meta, q.reshape(rows, kv_heads * group, head_dim), k, v)
+    return out.reshape(q.shape)
