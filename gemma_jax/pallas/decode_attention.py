@@ -20,7 +20,7 @@ Formulas: FlashAttention-2 (arXiv:2307.08691) for the running softmax, Flash-Dec
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +141,8 @@ class Config:
       splits: programs that share the keys of a row; 1 = one pass.
       combine: who merges the splits: "last" = the last of them, "kernel" = a second kernel.
       rows: query rows (tokens times heads of a group) a program, at least 16.
+      early: load the first tile into registers before the queries are made ready; hides a memory
+        latency where a program has a tile or two.
     """
 
     tile: int
@@ -149,6 +151,7 @@ class Config:
     splits: int = 1
     combine: Literal["last", "kernel"] = "last"
     rows: int = _MIN_ROWS
+    early: bool = False
 
 
 def default_config(
@@ -294,18 +297,26 @@ def _wide(mask: jax.Array, width: int) -> jax.Array:
     return jnp.broadcast_to(mask[:, None], (mask.shape[0], width))
 
 
-def _load_queries(plan: _Plan, p: _Program, refs: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """Both halves of q [rows, H/2], ready to attend."""
-    rows, valid, _ = _query_rows(plan, p)
+class Queries(NamedTuple):
+    """The queries of a program, padded rows zero."""
+
+    low: jax.Array  # [rows, H/2], channels of the first half
+    high: jax.Array
+    position: jax.Array  # [rows]
+
+
+def _load_queries(plan: _Plan, p: _Program, refs: dict[str, Any]) -> Queries:
+    """The queries, ready to attend."""
+    rows, valid, position = _query_rows(plan, p)
     if not plan.raw_heads:
         low, high = (_load_rows(refs["q"], rows, half, valid) for half in _halves(plan))
-        return low, high
+        return Queries(low, high, position)
     group = jnp.arange(plan.config.rows, dtype=jnp.int32)
     rows = (p.row * plan.kv_heads + p.head) * plan.raw_heads + group
     low, high = (
         _load_rows(refs["qkv"], rows, half, valid).astype(jnp.float32) for half in _halves(plan)
     )
-    return _norm_and_rotate(plan, p, refs, low, high, refs["q_weight"])
+    return Queries(*_norm_and_rotate(plan, p, refs, low, high, refs["q_weight"]), position)
 
 
 def _norm_and_rotate(
@@ -362,17 +373,15 @@ def _empty_state(plan: _Plan) -> State:
     )
 
 
-def _state_of_new_key(plan: _Plan, q_low, q_high, new, mine: jax.Array) -> State:
+def _state_of_new_key(plan: _Plan, q: Queries, new: Any, mine: jax.Array) -> State:
     """The state after the step's own key if it is `mine` (traced), else the empty state."""
     k_low, k_high, v = (x.astype(jnp.float32) for x in new)
-    score = jnp.sum(q_low.astype(jnp.float32) * k_low[None], axis=1)
-    score += jnp.sum(q_high.astype(jnp.float32) * k_high[None], axis=1)
-    rows = plan.config.rows
-    return (
-        jnp.where(mine, score * LOG2E, MASK_VALUE),
-        jnp.broadcast_to(jnp.where(mine, 1.0, 0.0), (rows,)),
-        jnp.broadcast_to(jnp.where(mine, v, 0.0)[None], (rows, plan.head_dim)),
-    )
+    score = jnp.sum(q.low.astype(jnp.float32) * k_low[None], axis=1)
+    score += jnp.sum(q.high.astype(jnp.float32) * k_high[None], axis=1)
+    shape = (plan.config.rows, plan.head_dim)
+    weight = jnp.broadcast_to(mine.astype(jnp.float32), shape[:1])
+    top = jnp.where(weight > 0, score * LOG2E, jnp.full(shape[:1], MASK_VALUE))
+    return top, weight, jnp.broadcast_to(v[None], shape) * weight[:, None]
 
 
 def _cache_rows(plan: _Plan, p: _Program, refs: dict[str, Any], start: jax.Array) -> jax.Array:
@@ -396,39 +405,46 @@ def _wrapped(slot: jax.Array, slots: int) -> jax.Array:
     return jnp.where(slot >= slots, slot - slots, slot)
 
 
-def _over_tiles(
-    plan: _Plan, p: _Program, refs: dict[str, Any], q_low, q_high, split, state: State
-) -> State:
-    """The online softmax over this split's share of the tiles."""
-    tile, queries = plan.config.tile, plan.queries
-    _, _, position = _query_rows(plan, p)
+class _Tile(NamedTuple):
+    """Keys and values of a tile, zero where not `seen` by any query."""
+
+    key: jax.Array  # positions [tile]
+    seen: jax.Array  # [tile]
+    k_low: jax.Array  # [tile, H/2]
+    k_high: jax.Array
+    v: jax.Array  # [tile, H]
+
+
+def _load_tile(plan: _Plan, p: _Program, refs: dict[str, Any], t: jax.Array) -> _Tile:
+    start = p.origin + t * plan.config.tile
+    rows = _cache_rows(plan, p, refs, start)
+    key = start + jnp.arange(plan.config.tile, dtype=jnp.int32)
+    seen = (key >= p.low) & (key < p.end)
+    k_low, k_high = (_load_rows(refs["k"], rows, half, seen) for half in _halves(plan))
+    return _Tile(
+        key, seen, k_low, k_high, _load_rows(refs["v"], rows, pl.ds(0, plan.head_dim), seen)
+    )
+
+
+def _attend_tile(plan: _Plan, q: Queries, tile: _Tile, state: State) -> State:
+    """One step of the online softmax."""
+    top, total, out = state
     precision = plan.numerics.precision
-
-    def body(t: jax.Array, state: State) -> State:
-        top, total, out = state
-        start = p.origin + t * tile
-        rows = _cache_rows(plan, p, refs, start)
-        key = start + jnp.arange(tile, dtype=jnp.int32)
-        seen = (key >= p.low) & (key < p.end)
-        k_low, k_high = (_load_rows(refs["k"], rows, half, seen) for half in _halves(plan))
-        scores = tt.dot(q_low, k_low, trans_b=True, precision=precision)
-        scores += tt.dot(q_high, k_high, trans_b=True, precision=precision)
-        mask = jnp.broadcast_to(seen[None], scores.shape)
-        if queries > 1:
-            mask &= key[None] <= position[:, None]
-            if plan.window is not None:
-                mask &= key[None] > position[:, None] - plan.window
-        scores = jnp.where(mask, scores * LOG2E, MASK_VALUE)
-        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights = jnp.where(mask, jnp.exp2(scores - new_top[:, None]), 0.0)
-        shrink = jnp.exp2(top - new_top)
-        total = total * shrink + jnp.sum(weights, axis=1)
-        v = _load_rows(refs["v"], rows, pl.ds(0, plan.head_dim), seen)
-        out = out * shrink[:, None]
-        out += tt.dot(weights.astype(v.dtype), v, precision=precision)
-        return new_top, total, out
-
-    return lax.fori_loop(split * p.tiles // p.live, (split + 1) * p.tiles // p.live, body, state)
+    scores = tt.dot(q.low, tile.k_low, trans_b=True, precision=precision)
+    scores += tt.dot(q.high, tile.k_high, trans_b=True, precision=precision)
+    mask = jnp.broadcast_to(tile.seen[None], scores.shape)
+    if plan.queries > 1:
+        mask &= tile.key[None] <= q.position[:, None]
+        if plan.window is not None:
+            mask &= tile.key[None] > q.position[:, None] - plan.window
+    scores = jnp.where(mask, scores * LOG2E, MASK_VALUE)
+    new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+    weights = jnp.where(mask, jnp.exp2(scores - new_top[:, None]), 0.0)
+    shrink = jnp.exp2(top - new_top)
+    total = total * shrink + jnp.sum(weights, axis=1)
+    out = out * shrink[:, None]
+    out += tt.dot(weights.astype(tile.v.dtype), tile.v, precision=precision)
+    return new_top, total, out
 
 
 # --- kernels -----------------------------------------------------------------------------------
@@ -447,14 +463,22 @@ def _attention_kernel(*args: Any, plan: _Plan, names: tuple[str, ...]) -> None:
     p = _program(plan, pl.program_id(0), refs["lengths"])
 
     def run() -> None:
-        q_low, q_high = _load_queries(plan, p, refs)
+        first, stop = split * p.tiles // p.live, (split + 1) * p.tiles // p.live
+        early = _load_tile(plan, p, refs, first) if plan.config.early else None
+        q = _load_queries(plan, p, refs)
         state = _empty_state(plan)
         if plan.is_owner:
             new = _new_key_value(plan, p, refs)
             mine = (split == p.live - 1) & (p.length > 0)
-            state = _state_of_new_key(plan, q_low, q_high, new, mine)
+            state = _state_of_new_key(plan, q, new, mine)
             pl.when(mine)(lambda: _write_cache(plan, p, refs, new))
-        state = _over_tiles(plan, p, refs, q_low, q_high, split, state)
+        if early is not None:
+            state, first = _attend_tile(plan, q, early, state), first + 1
+
+        def body(t: jax.Array, state: State) -> State:
+            return _attend_tile(plan, q, _load_tile(plan, p, refs, t), state)
+
+        state = lax.fori_loop(first, stop, body, state)
         _finish(plan, p, refs, split, state)
 
     if plan.config.splits == 1:
