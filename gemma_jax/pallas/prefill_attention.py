@@ -86,12 +86,10 @@ def prefill_attention_reference(
 
     def one(segment: Segments) -> jax.Array:
         q_rows = _gather(q, segment.q_offsets, segment.q_lengths, max_q_len)
-        keys = [
-            _gather(x, segment.k_offsets, segment.k_lengths, max_k_len or k.shape[0])
-            for x in (k, v)
-        ]
+        size = max_k_len or k.shape[0]
+        k_rows, v_rows = (_gather(x, segment.k_offsets, segment.k_lengths, size) for x in (k, v))
         positions = segment.k_lengths - segment.q_lengths + jnp.arange(max_q_len)
-        return _attend(q_rows, *keys, positions, window, numerics)
+        return _attend(q_rows, k_rows, v_rows, positions, window, numerics)
 
     return _scatter(lax.map(one, segments), q, segments)
 

@@ -96,7 +96,8 @@ def _base_config(head_dim: int, window: int | None, numerics: Numerics, device: 
 class _Rows(NamedTuple):
     """The query rows of a program, each [q_rows], and the keys that they may see."""
 
-    index: jax.Array  # in q as [N·K·G, H]
+    where: jax.Array  # in q as [N·K·G, H]; invalid rows point to some row of q
+    out: jax.Array  # in the output; invalid rows point anywhere
     valid: jax.Array
     position: jax.Array  # among the keys
     low: jax.Array  # first key that any row sees
@@ -157,7 +158,7 @@ def _prefill_attention_kernel(
 
     total = jnp.where(state.total == 0.0, 1.0, state.total)[:, None]
     for c, out in enumerate(state.out):
-        at = _at(out_ref, rows.index, c, config)
+        at = _at(out_ref, rows.out, c, config)
         triton.store(at, (out / total).astype(out_ref.dtype), mask=rows.valid[:, None])
 
     following = triton.load(q_offsets_ref.at[jnp.minimum(b + 1, sizes.batch - 1)])
@@ -192,8 +193,10 @@ def _query_rows(
     past = k_length - q_length
     first = past + tile * per_tile
     last = jnp.minimum(first + per_tile, k_length) - 1
+    held = jnp.minimum(token, q_length - 1)
     return _Rows(
-        index=_row_index(q_offset + token, head, sizes, config),
+        where=_row_index(jnp.maximum(q_offset + held, 0), head, sizes, config),
+        out=_row_index(q_offset + token, head, sizes, config),
         valid=used & (token < q_length),
         position=past + token,
         low=jnp.int32(0) if window is None else jnp.maximum(first - window + 1, 0),
@@ -211,7 +214,7 @@ def _load_query(q_ref, rows: _Rows, config: Config) -> jax.Array | None:
 
 
 def _load_query_chunk(q_ref, rows: _Rows, c: int, config: Config) -> jax.Array:
-    return triton.load(_at(q_ref, rows.index, c, config), mask=rows.valid[:, None], other=0.0)
+    return triton.load(_at(q_ref, rows.where, c, config))
 
 
 def _at(ref, index: jax.Array, c: int, config: Config):
@@ -275,15 +278,15 @@ def _attend_tile(
 ) -> _State:
     """The state after the keys of tile j."""
     key = j * config.k_rows + lax.iota(jnp.int32, config.k_rows)
-    index = (k_offset + key) * num_kv + head
-    inside = ((key >= rows.low) & (key < rows.high))[:, None] if masked else None
+    # Keys that no row sees may hold NaN; in their place stands one that some row sees.
+    seen = jnp.clip(key, rows.low, rows.high - 1) if masked else key
+    where = (k_offset + seen) * num_kv + head
     dot = functools.partial(triton.dot, precision=numerics.precision)
 
     scores = jnp.zeros((config.q_rows, config.k_rows), jnp.float32)
     for c in range(len(state.out)):
         q = _load_query_chunk(q_ref, rows, c, config) if query is None else query
-        k = _load_keys(_at(k_ref, index, c, config), inside)
-        scores += dot(q, k, trans_b=True)
+        scores += dot(q, triton.load(_at(k_ref, where, c, config)), trans_b=True)
     exp, scores = _exponential(scores, numerics)
     if masked:
         scores = jnp.where(_visible(key, rows.position, window), scores, MASK_VALUE)
@@ -294,15 +297,10 @@ def _attend_tile(
     total = state.total * rescale + jnp.sum(weights, axis=1)
     weights = weights.astype(v_ref.dtype)
     out = tuple(
-        acc * rescale[:, None] + dot(weights, _load_keys(_at(v_ref, index, c, config), inside))
+        acc * rescale[:, None] + dot(weights, triton.load(_at(v_ref, where, c, config)))
         for c, acc in enumerate(state.out)
     )
     return _State(top, total, out)
-
-
-def _load_keys(at, inside: jax.Array | None) -> jax.Array:
-    """Rows of keys or values; 0 where no row of the tile looks, since those may hold NaN."""
-    return triton.load(at) if inside is None else triton.load(at, mask=inside, other=0.0)
 
 
 def _exponential(scores: jax.Array, numerics: Numerics):

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 
 class Segments(NamedTuple):
@@ -22,10 +23,10 @@ class Segments(NamedTuple):
     @classmethod
     def padded(
         cls,
-        lengths: jax.Array,
+        lengths: ArrayLike,
         q_stride: int,
         k_stride: int | None = None,
-        k_lengths: jax.Array | None = None,
+        k_lengths: ArrayLike | None = None,
     ) -> "Segments":
         """Sequences that start every `q_stride` query rows and every `k_stride` key rows.
 
@@ -41,7 +42,7 @@ class Segments(NamedTuple):
         )
 
     @classmethod
-    def packed(cls, lengths: jax.Array, k_lengths: jax.Array | None = None) -> "Segments":
+    def packed(cls, lengths: ArrayLike, k_lengths: ArrayLike | None = None) -> "Segments":
         """Sequences that follow each other without a gap."""
         lengths = jnp.asarray(lengths, jnp.int32)
         k_lengths = lengths if k_lengths is None else jnp.asarray(k_lengths, jnp.int32)
