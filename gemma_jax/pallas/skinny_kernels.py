@@ -8,13 +8,15 @@ Nothing but the reading of w counts, so each design keeps many weight loads in f
 - "columns": a block owns a few output rows and walks along K, several chunks ahead; for long K.
 - "dot": tensor cores, w the left operand, x padded to 8 or 16 rows the right one. `segments` cuts
   K into S parts that become S·R rows of the left and S·B columns of the right operand; only the
-  diagonal parts of the product are summed. So few output rows still fill a tile of 64.
+  products of equal parts are summed. So few output rows still fill a tile of 64.
 
 The first weight loads of "rows" do not depend on x and are issued before the prologue that
 computes it. The prologue is repeated by every block; block 0 stores the residual stream.
 """
 
-from collections.abc import Callable
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -24,7 +26,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas import triton_api
+from gemma_jax.pallas import triton_api as triton
+from gemma_jax.pallas.device import Device
+from gemma_jax.pallas.dispatch import needs_gpu_or_interpreter
+from gemma_jax.pallas.rms_norm import inverse_root
+
+MAX_BATCH = 16
+"""Rows of x: more are a matter for a tiled matmul."""
+RESIDENT_K = 2560
+"""Widest x that "rows" keeps in registers."""
 
 Activation = Literal["gelu_mul", "gelu_gate"]
 Design = Literal["rows", "columns", "dot"]
@@ -38,7 +48,7 @@ class Config:
       design: see the module.
       rows: output rows of a tile, of each of the P parts.
       width: elements of K that one load or one dot covers.
-      depth: "rows": tiles loaded ahead; "columns": chunks loaded ahead.
+      ahead: "rows": tiles loaded in advance; "columns": chunks loaded in advance.
       blocks: "rows": blocks of the grid.
       segments: "dot": parts of K side by side in one tile.
       num_warps, num_stages: of a block; stages are shared-memory buffers of "dot".
@@ -47,7 +57,7 @@ class Config:
     design: Design
     rows: int
     width: int
-    depth: int = 1
+    ahead: int = 1
     blocks: int = 0
     segments: int = 1
     num_warps: int = 4
@@ -58,8 +68,8 @@ class Config:
 class Operands:
     """Arrays or refs of one call; None where the op has no such operand.
 
-    Without `y`, `h` is multiplied as it is. Shapes: h, y [B, K]; post, pre [K]; factor [1];
-    w [P, N, K]; ple [B, N].
+    Without `y`, `h` itself is normalised or multiplied. Shapes: h, y [B, K]; post, pre [K];
+    factor [1]; w [P, N, K]; ple [B, N].
     """
 
     h: Any
@@ -76,104 +86,138 @@ class Operands:
 
 @dataclass(frozen=True)
 class Spec:
-    """What is static in a call: sizes, the activation and how to round."""
+    """What is static in a call: B, P, N, K, the activation and how to round."""
 
     batch: int
     parts: int
-    out: int
-    depth: int
-    activation: Activation | None
-    eps: float
+    n: int
+    k: int
     numerics: Numerics
-    stores_h: bool
-
-    @property
-    def tiles_are_whole(self) -> Callable[[int], bool]:
-        return lambda rows: self.out % rows == 0
+    activation: Activation | None = None
+    eps: float = 0.0
+    stores_h: bool = False
 
 
-# --- prologue ----------------------------------------------------------------------------------
+# --- choice of tiles -----------------------------------------------------------------------------
 
 
-def _normed(
-    wide: list[jax.Array], weight: list[jax.Array] | None, spec: Spec, axis: int | None
-) -> list[jax.Array]:
-    """RMS norm of a row given in chunks, rounded once."""
-    sums = [jnp.sum(c * c, axis=axis, keepdims=axis is not None) for c in wide]
-    inverse = spec.numerics.inverse_root(sum(sums[1:], sums[0]) / spec.depth + spec.eps)
-    scaled = [c * inverse for c in wide]
-    if weight is not None:
-        scaled = [c * w for c, w in zip(scaled, weight, strict=True)]
-    return [triton_api.rounded(c, spec.numerics) for c in scaled]
+def default_config(spec: Spec, has_prologue: bool, device: Device) -> Config:
+    """One row: CUDA cores, x in registers if it fits. Otherwise tensor cores."""
+    if spec.batch <= 2 and spec.k <= RESIDENT_K:
+        rows = 4 if spec.k <= 1536 or spec.parts == 1 else 2
+        return Config("rows", rows, 256, blocks=max(2 * device.num_cores, 8), num_warps=rows)
+    if spec.batch <= 2 and not has_prologue:
+        return Config("columns", 2, 1024 if spec.k >= 1024 else 256, ahead=8)
+    return _dot_config(spec, device)
 
 
-def _residual(
-    h: list[jax.Array], y: list[jax.Array], ops: "Chunks", spec: Spec, axis: int | None
-) -> list[jax.Array]:
-    """(h + norm(y)) · factor, rounded after the norm, the sum and the product."""
-    normed = _normed(y, ops.post, spec, axis)
-    out = [triton_api.rounded(a + b, spec.numerics) for a, b in zip(h, normed, strict=True)]
-    if ops.factor is None:
-        return out
-    return [triton_api.rounded(c * ops.factor, spec.numerics) for c in out]
+def _dot_config(spec: Spec, device: Device) -> Config:
+    """A tile of 64 rows; K in as many segments as give every core a block."""
+    segments = 1
+    for more in (2, 4, 8):
+        fills = spec.n * segments >= 64 * device.num_cores
+        if not fills and more * spec.batch <= 64 and spec.k % (more * 64) == 0:
+            segments = more
+    length = spec.k // segments
+    width = next(w for w in (128, 64, 32, 16) if length % w == 0)
+    if spec.numerics.is_float32:
+        width = min(width, 32)
+    return Config("dot", 64 // segments, width, segments=segments, num_stages=4)
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """The vectors of the prologue, cut along K, in float32."""
+def unsupported(h: jax.Array, w: jax.Array, numerics: Numerics, device: Device) -> str | None:
+    """Why the kernels cannot take these inputs."""
+    if h.dtype != numerics.jnp_dtype or w.dtype != h.dtype:
+        return f"dtypes {h.dtype} and {w.dtype}, compute dtype {numerics.dtype}"
+    if h.shape[0] > MAX_BATCH:
+        return f"{h.shape[0]} rows, more than {MAX_BATCH}"
+    if h.shape[1] % 16:
+        return f"rows of {h.shape[1]} elements, no multiple of 16"
+    return needs_gpu_or_interpreter((8, 0))(device)
 
-    post: list[jax.Array] | None
-    pre: list[jax.Array] | None
-    factor: jax.Array | None
 
-
-def _vector_chunks(ref: Any, starts: range, width: int, spec: Spec) -> list[jax.Array] | None:
-    if ref is None:
-        return None
-    return [_load(ref, (_span(s, width),), spec.depth, s, width) for s in starts]
+# --- loads ---------------------------------------------------------------------------------------
 
 
 def _span(start: Any, width: int) -> jax.Array:
     return start + jnp.arange(width)
 
 
-def _load(ref: Any, index: tuple, limit: int, start: int, width: int) -> jax.Array:
-    """A chunk of a vector or row in float32; elements past the end of K read 0."""
-    if start + width <= limit:
-        return triton_api.load(ref.at[index]).astype(jnp.float32)
-    mask = index[-1] < limit
-    return triton_api.load(ref.at[index], mask=mask, other=0).astype(jnp.float32)
+def _load(ref: Any, row: Sequence[int], start: int, width: int, spec: Spec) -> jax.Array:
+    """A chunk of a vector or a row; elements past the end of K read 0."""
+    index = _span(start, width)
+    at = ref.at[(*row, index)]
+    if start + width <= spec.k:
+        return triton.load(at)
+    return triton.load(at, mask=index < spec.k, other=0)
 
 
-def _prologue(refs: Operands, h_out: Any, spec: Spec, width: int) -> list[list[jax.Array]]:
-    """x of each batch row, in chunks [width] of float32; block 0 stores the residual stream."""
-    starts = range(0, spec.depth, width)
-    vectors = Chunks(
-        _vector_chunks(refs.post, starts, width, spec),
-        _vector_chunks(refs.pre, starts, width, spec),
-        None if refs.factor is None else refs.factor[0].astype(jnp.float32),
-    )
+def _load_weights(w: Any, row: jax.Array, column: jax.Array, mask: jax.Array | None) -> jax.Array:
+    at = w.at[row[:, None], column[None, :]]
+    return triton.load(at, mask=mask, other=None if mask is None else 0)
+
+
+def _tile(
+    w: Any, row: jax.Array, start: int, width: int, masks_rows: bool, spec: Spec
+) -> list[jax.Array]:
+    """Rows `row` of each part, columns start … start + width: P arrays [R, width]."""
+    column, shape = _span(start, width), (row.size, width)
+    masks = []
+    if masks_rows:
+        masks.append(jnp.broadcast_to((row < spec.n)[:, None], shape))
+    if start + width > spec.k:
+        masks.append(jnp.broadcast_to((column < spec.k)[None, :], shape))
+    mask = functools.reduce(operator.and_, masks) if masks else None
+    return [_load_weights(w, p * spec.n + row, column, mask) for p in range(spec.parts)]
+
+
+# --- prologue of "rows" --------------------------------------------------------------------------
+
+Chunks = list[jax.Array]
+
+
+def _prologue(refs: Operands, h_out: Any, spec: Spec, width: int) -> list[Chunks]:
+    """x of each row in chunks [width] of float32; block 0 stores the residual stream."""
+
+    def load(ref: Any, *row: int) -> Chunks:
+        starts = range(0, spec.k, width)
+        return [_load(ref, row, s, width, spec).astype(jnp.float32) for s in starts]
+
+    post, pre = (None if ref is None else load(ref) for ref in (refs.post, refs.pre))
+    factor = None if refs.factor is None else refs.factor[0].astype(jnp.float32)
     rows = []
     for b in range(spec.batch):
-        h = [_load(refs.h, (b, _span(s, width)), spec.depth, s, width) for s in starts]
+        h = load(refs.h, b)
         if refs.y is not None:
-            y = [_load(refs.y, (b, _span(s, width)), spec.depth, s, width) for s in starts]
-            h = _residual(h, y, vectors, spec, None)
+            y = _normed(load(refs.y, b), post, spec)
+            h = [triton.rounded(a + c, spec.numerics) for a, c in zip(h, y, strict=True)]
+        if factor is not None:
+            h = [triton.rounded(chunk * factor, spec.numerics) for chunk in h]
         if h_out is not None:
-            _store_h(h_out, b, h, starts, width, spec)
-        rows.append(h if vectors.pre is None else _normed(h, vectors.pre, spec, None))
+            _store_h(h_out, b, h, width, spec)
+        rows.append(h if pre is None else _normed(h, pre, spec))
     return rows
 
 
-def _store_h(h_out, b: int, h: list[jax.Array], starts: range, width: int, spec: Spec) -> None:
+def _normed(chunks: Chunks, weight: Chunks | None, spec: Spec) -> Chunks:
+    """RMS norm of a row, rounded once. Chunks are added first: one sum across threads."""
+    squares = functools.reduce(operator.add, [c * c for c in chunks])
+    root = inverse_root(jnp.sum(squares), spec.k, spec.eps)
+    scaled = [c * root for c in chunks]
+    if weight is not None:
+        scaled = [c * w for c, w in zip(scaled, weight, strict=True)]
+    return [triton.rounded(c, spec.numerics) for c in scaled]
+
+
+def _store_h(h_out: Any, b: int, h: Chunks, width: int, spec: Spec) -> None:
     first = pl.program_id(0) == 0
-    for s, chunk in zip(starts, h, strict=True):
-        index = _span(s, width)
-        mask = (index < spec.depth) & first
-        triton_api.store(h_out.at[b, index], chunk.astype(h_out.dtype), mask=mask)
+    for start, chunk in zip(range(0, spec.k, width), h, strict=True):
+        index = _span(start, width)
+        mask = (index < spec.k) & first
+        triton.store(h_out.at[b, index], chunk.astype(h_out.dtype), mask=mask)
 
 
-# --- epilogue ----------------------------------------------------------------------------------
+# --- epilogue ------------------------------------------------------------------------------------
 
 
 def _gelu(x: jax.Array) -> jax.Array:
@@ -181,158 +225,112 @@ def _gelu(x: jax.Array) -> jax.Array:
     return 0.5 * x * (1.0 + jnp.tanh(inner))
 
 
-def _activated(parts: list[jax.Array], ple: jax.Array | None, spec: Spec) -> jax.Array:
-    """The products of one tile, each rounded, after the activation."""
-    if spec.activation is None:
-        return parts[0]
-    gate = triton_api.rounded(parts[0], spec.numerics)
-    other = triton_api.rounded(parts[1], spec.numerics) if ple is None else ple
-    return triton_api.rounded(_gelu(gate), spec.numerics) * other
+def _finish(
+    refs: Operands, out: Any, index: tuple[Any, ...], mask: Any, products: Chunks, spec: Spec
+) -> None:
+    """Activates the products of a tile, each rounded first, and stores the result."""
+    value = products[0]
+    if spec.activation is not None:
+        active = triton.rounded(_gelu(triton.rounded(value, spec.numerics)), spec.numerics)
+        if refs.ple is None:
+            other = triton.rounded(products[1], spec.numerics)
+        else:
+            other = triton.load(refs.ple.at[index], mask=mask, other=0).astype(jnp.float32)
+        value = active * other
+    triton.store(out.at[index], value.astype(out.dtype), mask=mask)
 
 
-def _finish(refs: Operands, out: Any, index: tuple, mask: Any, parts: list, spec: Spec) -> None:
-    ple = None
-    if refs.ple is not None:
-        ple = triton_api.load(refs.ple.at[index], mask=mask, other=0).astype(jnp.float32)
-    value = _activated(parts, ple, spec).astype(out.dtype)
-    triton_api.store(out.at[index], value, mask=mask)
+# --- designs -------------------------------------------------------------------------------------
 
 
-# --- designs -----------------------------------------------------------------------------------
-
-
-def _weights(refs: Operands, row: jax.Array, column: jax.Array, mask: Any) -> jax.Array:
-    at = refs.w.at[row[:, None], column[None, :]]
-    return triton_api.load(at, mask=mask, other=None if mask is None else 0)
-
-
-def _tile(
-    refs: Operands, row: jax.Array, start: Any, width: int, ragged: bool, masks_rows: bool,
-    spec: Spec,
-) -> list[jax.Array]:  # fmt: skip
-    """Rows `row` of each part, columns start … start + width: P arrays [rows, width]."""
-    column = _span(start, width)
-    mask = None
-    if masks_rows:
-        mask = jnp.broadcast_to((row < spec.out)[:, None], (row.size, width))
-    if ragged:
-        inside = jnp.broadcast_to((column < spec.depth)[None, :], (row.size, width))
-        mask = inside if mask is None else mask & inside
-    return [_weights(refs, p * spec.out + row, column, mask) for p in range(spec.parts)]
-
-
-def _accumulate(total: jax.Array | None, w: jax.Array, x: jax.Array) -> jax.Array:
-    product = w.astype(jnp.float32) * x[None, :]
+def _add_product(total: jax.Array | None, w: jax.Array, x: jax.Array) -> jax.Array:
+    product = w.astype(jnp.float32) * x.astype(jnp.float32)[None, :]
     return product if total is None else total + product
 
 
 def _rows_kernel(refs: Operands, h_out: Any, out: Any, config: Config, spec: Spec) -> None:
     block, rows, width = pl.program_id(0), config.rows, config.width
-    starts = range(0, spec.depth, width)
-    tiles = pl.cdiv(spec.out, rows)
-    steps = pl.cdiv(tiles - block, config.blocks)
+    steps = pl.cdiv(pl.cdiv(spec.n, rows) - block, config.blocks)
 
-    def row_of(i):
+    def row_of(i: Any) -> jax.Array:
         return (block + i * config.blocks) * rows + jnp.arange(rows)
 
-    def load(i):
-        ragged = [s + width > spec.depth for s in starts]
-        row = row_of(i)
+    def load(i: Any) -> tuple[Chunks, ...]:
+        # Tiles past the last are masked: they are loaded in advance but never used.
         return tuple(
-            tuple(_tile(refs, row, s, width, cut, True, spec))
-            for s, cut in zip(starts, ragged, strict=True)
+            _tile(refs.w, row_of(i), start, width, True, spec) for start in range(0, spec.k, width)
         )
 
-    ahead = tuple(load(i) for i in range(config.depth))
-    xs = _prologue(refs, h_out, spec, width)
+    first = tuple(load(i) for i in range(config.ahead))
+    x = _prologue(refs, h_out, spec, width)
 
-    def body(i, ahead):
-        following = load(i + config.depth)
+    def body(i: Any, tiles: tuple[Any, ...]) -> tuple[Any, ...]:
+        following = load(i + config.ahead)
         row = row_of(i)
         for b in range(spec.batch):
-            parts = []
+            products: Chunks = []
             for p in range(spec.parts):
                 total = None
-                for c in range(len(starts)):
-                    total = _accumulate(total, ahead[0][c][p], xs[b][c])
-                parts.append(jnp.sum(total, axis=1))
-            _finish(refs, out, (b, row), row < spec.out, parts, spec)
-        return (*ahead[1:], following)
+                for chunk, x_chunk in zip(tiles[0], x[b], strict=True):
+                    total = _add_product(total, chunk[p], x_chunk)
+                assert total is not None
+                products.append(jnp.sum(total, axis=1))
+            _finish(refs, out, (b, row), row < spec.n, products, spec)
+        return (*tiles[1:], following)
 
-    lax.fori_loop(0, steps, body, ahead)
+    lax.fori_loop(0, steps, body, first)
 
 
 def _columns_kernel(refs: Operands, out: Any, config: Config, spec: Spec) -> None:
     rows, width = config.rows, config.width
     row = pl.program_id(0) * rows + jnp.arange(rows)
-    starts = range(0, spec.depth, width)
-    masks_rows = spec.out % rows != 0
+    starts = range(0, spec.k, width)
 
-    def load(start):
-        ragged = start + width > spec.depth
-        weights = _tile(refs, row, start, width, ragged, masks_rows, spec)
-        index = _span(start, width)
-        mask = (index < spec.depth) if ragged else None
-        x = [
-            triton_api.load(refs.h.at[b, index], mask=mask, other=0 if ragged else None)
-            for b in range(spec.batch)
-        ]
-        return weights, x
+    def load(start: int) -> tuple[Chunks, Chunks]:
+        weights = _tile(refs.w, row, start, width, spec.n % rows != 0, spec)
+        return weights, [_load(refs.h, (b,), start, width, spec) for b in range(spec.batch)]
 
-    ahead = [load(s) for s in starts[: config.depth]]
+    waiting = [load(start) for start in starts[: config.ahead]]
     totals: dict[tuple[int, int], jax.Array] = {}
     for i in range(len(starts)):
-        if i + config.depth < len(starts):
-            ahead.append(load(starts[i + config.depth]))
-        weights, x = ahead.pop(0)
+        if i + config.ahead < len(starts):
+            waiting.append(load(starts[i + config.ahead]))
+        weights, x = waiting.pop(0)
         for b in range(spec.batch):
             for p in range(spec.parts):
-                wide = x[b].astype(jnp.float32)
-                totals[b, p] = _accumulate(totals.get((b, p)), weights[p], wide)
+                totals[b, p] = _add_product(totals.get((b, p)), weights[p], x[b])
     for b in range(spec.batch):
-        parts = [jnp.sum(totals[b, p], axis=1) for p in range(spec.parts)]
-        _finish(refs, out, (b, row), row < spec.out, parts, spec)
-
-
-def padded_batch(batch: int, segments: int) -> int:
-    """Batch columns of the right operand of "dot", so that it has a power of two ≥ 16 in all."""
-    return max(pl.next_power_of_2(batch), 16 // segments)
+        products = [jnp.sum(totals[b, p], axis=1) for p in range(spec.parts)]
+        _finish(refs, out, (b, row), row < spec.n, products, spec)
 
 
 def _dot_kernel(refs: Operands, h_out: Any, out: Any, config: Config, spec: Spec) -> None:
     s, rows, width = config.segments, config.rows, config.width
-    left = jnp.arange(rows * s)
-    left_row = pl.program_id(0) * rows * s + left
-    columns = padded_batch(spec.batch, s)
-    left_mask = None
-    if spec.out % rows:
-        inside = left_row < spec.out * s
-        left_mask = jnp.broadcast_to(inside[:, None], (rows * s, width))
+    left = pl.program_id(0) * rows * s + jnp.arange(rows * s)
+    columns = max(pl.next_power_of_2(spec.batch), 16 // s)
+    mask = None
+    if spec.n % rows:
+        mask = jnp.broadcast_to((left < spec.n * s)[:, None], (rows * s, width))
     x_of = _right_operand(refs, h_out, columns, config, spec)
 
-    def body(i, totals):
-        start = i * width
-        x, column = x_of(start).T, _span(start, width)
-        return tuple(
-            total + _product(refs, p * spec.out * s + left_row, column, left_mask, x, spec)
-            for p, total in enumerate(totals)
-        )
+    def product(p: int, start: Any, x: jax.Array) -> jax.Array:
+        weights = _load_weights(refs.w, p * spec.n * s + left, _span(start, width), mask)
+        return triton.dot(weights, x, precision=spec.numerics.precision)
+
+    def body(i: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        x = x_of(i * width).T
+        return tuple(total + product(p, i * width, x) for p, total in enumerate(totals))
 
     zero = jnp.zeros((rows * s, columns * s), jnp.float32)
-    totals = lax.fori_loop(0, spec.depth // s // width, body, (zero,) * spec.parts)
-    parts = [_diagonal(total, rows, columns, s) for total in totals]
+    totals = lax.fori_loop(0, spec.k // s // width, body, (zero,) * spec.parts)
+    products = [_sum_of_equal_segments(total, rows, columns, s) for total in totals]
     row, batch = pl.program_id(0) * rows + jnp.arange(rows), jnp.arange(columns)
-    mask = (row < spec.out)[:, None] & (batch < spec.batch)[None, :]
-    _finish(refs, out, (batch[None, :], row[:, None]), mask, parts, spec)
+    inside = (row < spec.n)[:, None] & (batch < spec.batch)[None, :]
+    _finish(refs, out, (batch[None, :], row[:, None]), inside, products, spec)
 
 
-def _product(refs: Operands, row, column, mask, x: jax.Array, spec: Spec) -> jax.Array:
-    weights = _weights(refs, row, column, mask)
-    return triton_api.dot(weights, x, precision=spec.numerics.precision)
-
-
-def _diagonal(total: jax.Array, rows: int, columns: int, s: int) -> jax.Array:
-    """[rows·S, columns·S] → [rows, columns]: the sum of the products of equal segments."""
+def _sum_of_equal_segments(total: jax.Array, rows: int, columns: int, s: int) -> jax.Array:
+    """[rows·S, columns·S] → [rows, columns]."""
     if s == 1:
         return total
     left, right = jnp.arange(rows * s), jnp.arange(columns * s)
@@ -342,27 +340,32 @@ def _diagonal(total: jax.Array, rows: int, columns: int, s: int) -> jax.Array:
     return jnp.sum(total.reshape(rows, columns, s), axis=2)
 
 
-def _right_operand(refs: Operands, h_out, columns: int, config: Config, spec: Spec) -> Callable:
-    """The function that gives x [columns·S, width] from a start on, in the compute dtype."""
+def _right_operand(
+    refs: Operands, h_out: Any, columns: int, config: Config, spec: Spec
+) -> Callable[[Any], jax.Array]:
+    """The function that gives x [columns·S, width] from a start on, in the compute dtype.
+
+    With a prologue, x is computed anew for each chunk from h, y and the sums of squares.
+    """
     s, width = config.segments, config.width
-    length = spec.depth // s
+    length = spec.k // s
     right = jnp.arange(columns * s)
     batch, offset = right // s, right % s * length
     mask = jnp.broadcast_to((batch < spec.batch)[:, None], (right.size, width))
     stored = mask & (pl.program_id(0) == 0)
 
-    def at(start):
+    def at(start: Any) -> tuple[jax.Array, jax.Array]:
         return batch[:, None], offset[:, None] + _span(start, width)[None, :]
 
-    def matrix(ref, start):
-        return triton_api.load(ref.at[at(start)], mask=mask, other=0).astype(jnp.float32)
+    def matrix(ref: Any, start: Any) -> jax.Array:
+        return triton.load(ref.at[at(start)], mask=mask, other=0).astype(jnp.float32)
 
-    def scaled(chunk, inverse, ref, start):
-        weight = triton_api.load(ref.at[at(start)[1]]).astype(jnp.float32)
-        return triton_api.rounded(chunk * inverse * weight, spec.numerics)
+    def scaled(chunk: jax.Array, root: jax.Array, ref: Any, start: Any) -> jax.Array:
+        weight = triton.load(ref.at[at(start)[1]]).astype(jnp.float32)
+        return triton.rounded(chunk * root * weight, spec.numerics)
 
-    def inverse_of(chunk_of):
-        def body(i, total):
+    def root_of(chunk_of: Callable[[Any], jax.Array]) -> jax.Array:
+        def body(i: Any, total: jax.Array) -> jax.Array:
             chunk = chunk_of(i * width)
             return total + jnp.sum(chunk * chunk, axis=1)
 
@@ -370,33 +373,37 @@ def _right_operand(refs: Operands, h_out, columns: int, config: Config, spec: Sp
         if s > 1:
             total = jnp.sum(total.reshape(columns, s), axis=1)
             total = jnp.broadcast_to(total[:, None], (columns, s)).reshape(columns * s)
-        return spec.numerics.inverse_root(total / spec.depth + spec.eps)[:, None]
+        return inverse_root(total, spec.k, spec.eps)[:, None]
 
-    if refs.y is None and refs.pre is None:
-        return lambda start: triton_api.load(refs.h.at[at(start)], mask=mask, other=0)
+    if not _has_prologue(refs):
+        return lambda start: triton.load(refs.h.at[at(start)], mask=mask, other=0)
     factor = None if refs.factor is None else refs.factor[0].astype(jnp.float32)
-    y_inverse = None if refs.y is None else inverse_of(lambda start: matrix(refs.y, start))
+    y_root = None if refs.y is None else root_of(lambda start: matrix(refs.y, start))
 
-    def h_of(start):
+    def h_of(start: Any) -> jax.Array:
         h = matrix(refs.h, start)
-        if refs.y is not None:
-            update = scaled(matrix(refs.y, start), y_inverse, refs.post, start)
-            h = triton_api.rounded(h + update, spec.numerics)
-        return h if factor is None else triton_api.rounded(h * factor, spec.numerics)
+        if y_root is not None:
+            update = scaled(matrix(refs.y, start), y_root, refs.post, start)
+            h = triton.rounded(h + update, spec.numerics)
+        return h if factor is None else triton.rounded(h * factor, spec.numerics)
 
-    def h_stored(start):
+    def h_stored(start: Any) -> jax.Array:
         h = h_of(start)
         if h_out is not None:
-            triton_api.store(h_out.at[at(start)], h.astype(h_out.dtype), mask=stored)
+            triton.store(h_out.at[at(start)], h.astype(h_out.dtype), mask=stored)
         return h
 
     if refs.pre is None:
         return lambda start: h_stored(start).astype(refs.h.dtype)
-    h_inverse = inverse_of(h_stored)
-    return lambda start: scaled(h_of(start), h_inverse, refs.pre, start).astype(refs.h.dtype)
+    h_root = root_of(h_stored)
+    return lambda start: scaled(h_of(start), h_root, refs.pre, start).astype(refs.h.dtype)
 
 
-# --- call --------------------------------------------------------------------------------------
+def _has_prologue(operands: Operands) -> bool:
+    return any(x is not None for x in (operands.y, operands.factor, operands.pre))
+
+
+# --- call ----------------------------------------------------------------------------------------
 
 
 def _kernel(*flat: Any, names: list[str], config: Config, spec: Spec) -> None:
@@ -411,31 +418,34 @@ def _kernel(*flat: Any, names: list[str], config: Config, spec: Spec) -> None:
 
 
 def grid_of(config: Config, spec: Spec) -> tuple[int]:
-    tiles = pl.cdiv(spec.out, config.rows)
-    return (min(config.blocks, tiles),) if config.design == "rows" else (tiles,)
+    """Blocks of the grid."""
+    tiles = pl.cdiv(spec.n, config.rows)
+    return (min(config.blocks, tiles) if config.design == "rows" else tiles,)
 
 
-def call(operands: Operands, config: Config, spec: Spec, name: str) -> tuple[Any, jax.Array]:
-    """(residual stream or None, product [B, N])."""
+def call(
+    operands: Operands, config: Config, spec: Spec, name: str
+) -> tuple[jax.Array | None, jax.Array]:
+    """The new residual stream [B, K] if there is one, and the result [B, N]."""
     names = operands.names()
     arrays = {n: getattr(operands, n) for n in names}
     s = config.segments
-    arrays["w"] = arrays["w"].reshape(spec.parts * spec.out * s, spec.depth // s)
+    arrays["w"] = operands.w.reshape(spec.parts * spec.n * s, spec.k // s)
     dtype = operands.h.dtype
-    shapes = [jax.ShapeDtypeStruct((spec.batch, spec.out), dtype)]
+    shapes = [jax.ShapeDtypeStruct((spec.batch, spec.n), dtype)]
     if spec.stores_h:
-        shapes.insert(0, jax.ShapeDtypeStruct((spec.batch, spec.depth), dtype))
-    outputs = triton_api.pallas_call(
-        lambda *flat: _kernel(*flat, names=names, config=config, spec=spec),
+        shapes.insert(0, jax.ShapeDtypeStruct((spec.batch, spec.k), dtype))
+    outputs = triton.pallas_call(
+        functools.partial(_kernel, names=names, config=config, spec=spec),
         name=name,
         out_shape=shapes,
         grid=grid_of(config, spec),
-        in_specs=[triton_api.whole()] * len(names),
-        out_specs=[triton_api.whole()] * len(shapes),
+        in_specs=[triton.whole() for _ in names],
+        out_specs=[triton.whole() for _ in shapes],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         cost_estimate=pl.CostEstimate(
-            flops=2 * spec.batch * spec.parts * spec.out * spec.depth,
+            flops=2 * spec.batch * operands.w.size,
             bytes_accessed=operands.w.size * operands.w.dtype.itemsize,
             transcendentals=0,
         ),
