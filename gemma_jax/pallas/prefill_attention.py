@@ -23,6 +23,7 @@ from jax import lax
 
 from gemma_jax.errors import ConfigError
 from gemma_jax.numerics import MASK_VALUE, Numerics
+from gemma_jax.pallas import prefill_attention_mosaic as mosaic
 from gemma_jax.pallas import prefill_attention_triton as triton
 from gemma_jax.pallas.device import Device
 from gemma_jax.pallas.dispatch import Choice, Implementation, dispatch
@@ -256,8 +257,8 @@ def _choices(q, k, v, window, numerics: Numerics, max_k_len: int, uniform: bool)
     lengths = {"max_k_len": max_k_len}
     return {
         "mosaic": Choice(
-            _mosaic,
-            lambda device: other_rounding if vllm else _mosaic_unsupported(q, k, v, window, device),
+            mosaic.prefill_attention_mosaic,
+            lambda device: other_rounding if vllm else mosaic.unsupported(q, k, v, window, device),
         ),
         "cudnn": Choice(_cudnn, lambda device: _cudnn_unsupported(q, uniform, numerics, device)),
         "triton": Choice(
@@ -270,20 +271,6 @@ def _choices(q, k, v, window, numerics: Numerics, max_k_len: int, uniform: bool)
         ),
         "reference": Choice(functools.partial(prefill_attention_reference, **lengths)),
     }
-
-
-def _mosaic(*args, **kwargs) -> jax.Array:
-    from gemma_jax.pallas.prefill_attention_mosaic import prefill_attention_mosaic
-
-    return prefill_attention_mosaic(*args, **kwargs)
-
-
-def _mosaic_unsupported(q, k, v, window, device: Device) -> str | None:
-    try:
-        from gemma_jax.pallas.prefill_attention_mosaic import unsupported
-    except ImportError as error:
-        return str(error)
-    return unsupported(q, k, v, window, device)
 
 
 def _check_shapes(q, k, v, segments: Segments, max_q_len: int, uniform: bool) -> None:

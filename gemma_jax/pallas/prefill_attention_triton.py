@@ -69,7 +69,7 @@ _TILES = {
     (9, 512, False): Config(64, 64, 8, 1, 512),
 }
 _FLOAT32 = Config(16, 32, 4, 1, 128)
-_INTERPRETED = Config(32, 32, 4, 1, 128)
+_INTERPRETED = Config(32, 32, 4, 1, 256)
 
 
 def default_config(
@@ -80,7 +80,7 @@ def default_config(
     tall = max(config.q_rows, pl.next_power_of_2(groups))
     config = replace(config, q_rows=tall, chunk=min(config.chunk, head_dim))
     if numerics.matches_vllm and not numerics.is_float32:
-        return replace(config, k_rows=VLLM_TILE)
+        return replace(config, k_rows=VLLM_TILE, num_stages=2)
     return config
 
 

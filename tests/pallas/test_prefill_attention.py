@@ -43,9 +43,16 @@ def exact_attention(q, k, v, segments, window):
     return out
 
 
+def compiled(case, implementation):
+    """The call, compiled quickly rather than well on a CPU."""
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    return jax.jit(
+        lambda arrays: case.call(**arrays, implementation=implementation), compiler_options=options
+    )
+
+
 def run(case, inputs, implementation):
-    call = jax.jit(lambda arrays: case.call(**arrays, implementation=implementation))
-    return np.asarray(call(inputs), np.float32)
+    return np.asarray(compiled(case, implementation)(inputs), np.float32)
 
 
 def window_of(case):
@@ -69,7 +76,7 @@ def test_interpreted_kernel_is_as_close_to_exact_as_plain_code(case):
 
 
 @pytest.mark.parametrize(
-    "name", ["empty sequences", "chunk in a context, window", "padded, unequal", "window 1"]
+    "name", ["empty sequences", "chunk in a context, window", "padded, unequal"]
 )
 def test_xla_formulation_is_as_close_to_exact_as_the_reference(name):
     check(EDGES[name], "xla")
@@ -127,8 +134,7 @@ def packed():
     """A jitted packed batch of three sequences with dynamic lengths, and its arrays."""
     batch = Batch((30, 30, 30), (20, 20, 20))
     case = attention_case("hypothesis", (1, 4, 16), 12, batch, FLOAT32)
-    call = jax.jit(lambda arrays: case.call(**arrays, implementation="triton"))
-    return case.inputs(0), call
+    return case.inputs(0), compiled(case, "triton")
 
 
 @settings(max_examples=25, deadline=None)
@@ -142,7 +148,7 @@ def test_any_lengths_and_gaps_and_nan_between_them(packed, lengths, past, gaps):
     starts = np.cumsum([0, *(n + g for n, g in zip(lengths, gaps, strict=True))])[:3]
     k_lengths = np.add(lengths, past)
     segments = Segments(
-        *(np.array(x, np.int32) for x in (starts, lengths, [0, 50, 100], k_lengths))
+        *(jnp.array(x, jnp.int32) for x in (starts, lengths, [0, 50, 100], k_lengths))
     )
     if starts[-1] + lengths[-1] > 90:
         return
@@ -180,8 +186,7 @@ def test_keys_behind_the_window_may_hold_nan():
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
-@pytest.mark.parametrize("window", [None, 7, 40])
-@pytest.mark.parametrize("past", [0, 45])
+@pytest.mark.parametrize(("window", "past"), [(None, 0), (7, 45), (40, 45)])
 def test_vllm_rounding_is_that_of_the_model(implementation, window, past):
     length, heads = 50, (1, 4, 32)
     keys = past + length
@@ -190,7 +195,8 @@ def test_vllm_rounding_is_that_of_the_model(implementation, window, past):
     q = inputs["q"].reshape(2, length, *inputs["q"].shape[1:])
     k, v = (inputs[n].reshape(2, keys, heads[0], heads[2]) for n in "kv")
     positions = jnp.broadcast_to(jnp.arange(keys), (2, keys))
-    expected = attend(q, KeyBlock(k, v, positions), positions[:, past:], window, VLLM)
+    block = KeyBlock(k, v, positions)
+    expected = jax.jit(lambda q: attend(q, block, positions[:, past:], window, VLLM))(q)
     got = run(case, inputs, implementation)
     expected = np.asarray(expected, np.float32).reshape(got.shape)
     # Only the order of float32 sums differs: a few outputs fall to the other side of a rounding.
