@@ -1,20 +1,24 @@
-"""Device time of one kernel call, with host dispatch and the L2 cache kept out of the figure.
+"""Device time of one kernel call: host dispatch, gaps and the L2 cache kept out of the figure.
 
-A jitted program calls the kernel `CALLS` times in a row on rotating sets of inputs, each call
-ordered after the one before; XLA runs such a program as one CUDA graph. What remains besides the
-kernel is the gap between two nodes of the graph, about a microsecond.
+A GPU's own clock, as the profiler records it, gives the time of every kernel of a call; their sum
+is the time of the call. Inputs rotate through sets that together exceed the L2 cache. On a CPU,
+which records no kernels, the wall clock stands in.
 """
 
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-from jax import lax
+import numpy as np
 
+from gemma_jax.benchmarks import profile
 from gemma_jax.benchmarks.timing import Timing, measure
 
-CALLS = 24
+CALLS = 48
 L2_BYTES = 60 << 20
+_COPIES = ("Memcpy", "copy", "wrapped_copy")
 
 
 def rotations(bytes_of_one: float, limit: int = 8) -> int:
@@ -23,20 +27,39 @@ def rotations(bytes_of_one: float, limit: int = 8) -> int:
 
 
 def time_kernel(
-    call: Callable[..., Any], inputs: Sequence[dict[str, Any]], calls: int = CALLS, iters: int = 10
+    call: Callable[..., Any],
+    inputs: Sequence[dict[str, Any]],
+    calls: int = CALLS,
+    in_place: bool = False,
 ) -> Timing:
-    """Milliseconds a call of `call(**inputs[i])`, as samples of a queue of `calls`."""
+    """Milliseconds of device time a call of `call(**inputs[i])`: one sample a call.
 
-    def chain(sets):
-        outs = []
-        for i in range(calls):
-            arguments = sets[i % len(sets)]
-            if outs:
-                # A result that nobody used would be dead code, and its call with it.
-                arguments, outs[-1] = lax.optimization_barrier((arguments, outs[-1]))
-            outs.append(call(**arguments))
-        return outs
+    Args:
+      call: traceable; returns arrays.
+      inputs: sets of arguments to rotate through.
+      calls: samples.
+      in_place: `call` updates an argument, which the benchmark keeps by copying it first: copies
+        are not counted.
+    """
+    program = jax.jit(call)
 
-    program = jax.jit(chain)
-    timing = measure(lambda: None, lambda _: jax.block_until_ready(program(list(inputs))), 3, iters)
-    return Timing(timing.first_ms, [x / calls for x in timing.samples_ms], timing.warmup)
+    def run(_: None) -> None:
+        out = [program(**inputs[i % len(inputs)]) for i in range(len(inputs))]
+        jax.block_until_ready(out)
+
+    first = measure(lambda: None, run, 1, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        with profile.record(Path(folder)):
+            for i in range(calls):
+                out = program(**inputs[i % len(inputs)])
+            jax.block_until_ready(out)
+        events = profile.newest_events(Path(folder))
+    if in_place:
+        events = [e for e in events if not e.name.startswith(_COPIES)]
+    if not events:
+        return measure(lambda: None, run, 1, 5)
+    durations = np.array([e.duration for e in events])
+    if durations.size % calls:
+        raise RuntimeError(f"{durations.size} kernels in {calls} calls: not the same in each call")
+    samples = durations.reshape(calls, -1).sum(axis=1) / 1e6
+    return Timing(first.first_ms, samples.tolist(), 1)

@@ -37,7 +37,7 @@ def measure_case(
         row = Row(f"kernels-{case.op}", case.name, name, command=command)
         try:
             call = _calling(case, name)
-            timing = time_kernel(call, sets, iters=args.num_iters)
+            timing = time_kernel(call, sets, args.num_calls, case.in_place)
         except UnsupportedError:
             continue
         except Exception as error:
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--op", help="only this op (default: all)")
     parser.add_argument("--case", help="only cases whose name contains this")
     parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS)
-    parser.add_argument("--num-iters", type=int, default=10, help="counted samples")
+    parser.add_argument("--num-calls", type=int, default=48, help="counted samples")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-json", type=Path, help="file or folder to append rows to")
     parser.add_argument("--commit", metavar="HASH[-dirty]", help="where git cannot tell")

@@ -40,13 +40,21 @@ def record(folder: Path) -> Iterator[None]:
 
 def report(folder: Path) -> str:
     """Tables of the newest trace in `folder`: totals, then time by program, kernel and op."""
+    if not _traces(folder):
+        return f"no trace was written to {folder}"
+    return tables(newest_events(folder))
+
+
+def newest_events(folder: Path) -> list[Event]:
+    """The kernels of the newest trace in `folder`."""
     import jax
 
-    traces = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    if not traces:
-        return f"no trace was written to {folder}"
-    events = device_events(jax.profiler.ProfileData.from_file(str(traces[-1])))
-    return tables(events)
+    traces = _traces(folder)
+    return device_events(jax.profiler.ProfileData.from_file(str(traces[-1]))) if traces else []
+
+
+def _traces(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
 
 
 def device_events(data: Any) -> list[Event]:

@@ -17,6 +17,7 @@ class Case:
       inputs: from a seed, fresh random arrays as keyword arguments of `call`.
       call: runs the op; takes those arrays and `implementation`, returns arrays.
       bench: a shape of a published model, worth timing; the others only test edges.
+      in_place: the op updates one of its inputs.
       flops, bytes: work counted once: unmasked products, each input read and output written once.
     """
 
@@ -25,6 +26,7 @@ class Case:
     inputs: Callable[[int], dict[str, Any]]
     call: Callable[..., Any]
     bench: bool = False
+    in_place: bool = False
     flops: float = 0.0
     bytes: float = 0.0
 
