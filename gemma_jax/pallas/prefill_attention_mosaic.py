@@ -60,6 +60,8 @@ class Config:
       block_kv: keys of a tile, a multiple of 64.
       k_columns, k_slots: split: columns and number of the pieces in which a key tile is streamed.
       v_columns, v_slots: split: the same of 64 values, for each 256 columns.
+      overlap: split: the next scores are issued before a tile's softmax; needs a whole tile of keys
+        in `k_slots`.
       p_slots: split: tiles of weights in flight between the warpgroups.
       stages: joined: key and value tiles in flight.
       ping_pong: joined: one warpgroup's softmax runs under the other's products by a barrier.
@@ -74,6 +76,7 @@ class Config:
     k_slots: int = 4
     v_columns: int = 128
     v_slots: int = 2
+    overlap: bool = False
     p_slots: int = 2
     stages: int = 2
     ping_pong: bool = False
@@ -265,11 +268,20 @@ def _mask_edges(
     return lax.cond(inside, lambda s: s, masked, s)
 
 
+def _new_maximum(s: jax.Array, m: jax.Array) -> jax.Array:
+    """Running maximum of the scores times log2 e."""
+    return jnp.maximum(m, s.max(axis=1) * LOG2E)
+
+
+def _weights(s: jax.Array, m: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(weights of a tile, factor of what was summed before)."""
+    return jnp.exp2(s * LOG2E - lax.broadcast_in_dim(new, s.shape, [0])), jnp.exp2(m - new)
+
+
 def _softmax(s: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(weights, new maximum · log2 e, factor of what was summed before)."""
-    new = jnp.maximum(m, s.max(axis=1) * LOG2E)
-    alpha = jnp.exp2(m - new)
-    p = jnp.exp2(s * LOG2E - lax.broadcast_in_dim(new, s.shape, [0]))
+    new = _new_maximum(s, m)
+    p, alpha = _weights(s, m, new)
     return p, new, alpha
 
 
@@ -407,28 +419,33 @@ def _split_kernel(
         def _():
             plgpu.barrier_wait(q_full.at[group])
 
-        def body(step, carry):
-            m, l = carry
+        def release(step, first, last):
+            for piece in range(first, last):
+                plgpu.barrier_arrive(k_empty.at[_rem(step * k_pieces + piece, c.k_slots)])
 
-            def scores(acc):
-                for piece in range(k_pieces):
-                    slot = _rem(step * k_pieces + piece, c.k_slots)
-                    column = piece * c.k_columns
-                    q_part = q_smem.at[
-                        group, column // HALF, :, column % HALF : column % HALF + c.k_columns
-                    ]
-                    plgpu.barrier_wait(k_full.at[slot])
-                    plgpu.wgmma(acc, q_part, k_smem.at[slot].transpose((1, 0)))
-                    if piece:
-                        plgpu.wgmma_wait(1)
-                        previous = _rem(step * k_pieces + piece - 1, c.k_slots)
-                        plgpu.barrier_arrive(k_empty.at[previous])
+        def multiply(acc, step, streamed):
+            for piece in range(k_pieces):
+                slot = _rem(step * k_pieces + piece, c.k_slots)
+                column = piece * c.k_columns
+                q_part = q_smem.at[
+                    group, column // HALF, :, column % HALF : column % HALF + c.k_columns
+                ]
+                plgpu.barrier_wait(k_full.at[slot])
+                plgpu.wgmma(acc, q_part, k_smem.at[slot].transpose((1, 0)))
+                if piece and streamed:
+                    plgpu.wgmma_wait(1)
+                    release(step, piece - 1, piece)
+
+        def scores(step):
+            def scope(acc):
+                multiply(acc, step, streamed=True)
                 return acc[...]
 
-            s = pl.run_scoped(scores, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
-            plgpu.barrier_arrive(k_empty.at[_rem(step * k_pieces + k_pieces - 1, c.k_slots)])
-            s = _mask_edges(shape, work, token, step, s)
-            p, m, alpha = _softmax(s, m)
+            s = pl.run_scoped(scope, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
+            release(step, k_pieces - 1, k_pieces)
+            return s
+
+        def publish(step, p, alpha):
             slot = _rem(step, c.p_slots)
 
             @pl.when(step >= c.p_slots)
@@ -439,9 +456,41 @@ def _split_kernel(
             p_smem[group, slot] = p.astype(p_smem.dtype)
             plgpu.commit_smem()
             plgpu.barrier_arrive(p_full.at[group * c.p_slots + slot])
+
+        def finish(step, s, m, l):
+            p, m, alpha = _softmax(_mask_edges(shape, work, token, step, s), m)
+            publish(step, p, alpha)
             return m, l * alpha + p.sum(axis=1)
 
-        _, l = lax.fori_loop(0, work.steps, body, (_row_array(LOWEST), _row_array(0.0)))
+        start = (_row_array(LOWEST), _row_array(0.0))
+        if c.overlap:
+
+            def body(step, carry):
+                s, m, l = carry
+
+                def scope(acc):
+                    multiply(acc, step + 1, streamed=False)
+                    masked = _mask_edges(shape, work, token, step, s)
+                    new = _new_maximum(masked, m)
+                    plgpu.wgmma_wait(k_pieces // 2)
+                    release(step + 1, 0, k_pieces // 2)
+                    p, alpha = _weights(masked, m, new)
+                    publish(step, p, alpha)
+                    following = acc[...]
+                    release(step + 1, k_pieces // 2, k_pieces)
+                    return following, new, l * alpha + p.sum(axis=1)
+
+                return pl.run_scoped(scope, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
+
+            def some(_):
+                s, m, l = lax.fori_loop(0, work.steps - 1, body, (scores(jnp.int32(0)), *start))
+                return finish(work.steps - 1, s, m, l)[1]
+
+            l = lax.cond(work.steps > 0, some, lambda _: start[1], 0)
+        else:
+            _, l = lax.fori_loop(
+                0, work.steps, lambda step, carry: finish(step, scores(step), *carry), start
+            )
         l_smem[group] = l
         plgpu.commit_smem()
         plgpu.barrier_arrive(l_full.at[group])
