@@ -1,0 +1,65 @@
+"""Cases of `skinny_matmul`: the plain products of a decode step."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from gemma_jax.numerics import Numerics
+from gemma_jax.pallas.cases import Case
+from gemma_jax.pallas.skinny_matmul import skinny_matmul
+
+
+def normal(seed: int, *shape: int, dtype: str, scale: float = 1.0) -> jax.Array:
+    """Random values whose standard deviation is `scale`."""
+    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype(dtype)
+
+
+def _inputs(b: int, n: int, k: int, dtype: str, seed: int) -> dict[str, jax.Array]:
+    return {
+        "x": normal(seed, b, k, dtype=dtype),
+        "w": normal(seed + 1, n, k, dtype=dtype, scale=k**-0.5),
+    }
+
+
+def matmul_case(name: str, b: int, n: int, k: int, dtype: str = "bfloat16", bench=False) -> Case:
+    """x [b, k] times w [n, k]."""
+    size = jnp.dtype(dtype).itemsize
+    return Case(
+        op="skinny_matmul",
+        name=f"{name}, {b} rows" if bench else name,
+        inputs=functools.partial(_inputs, b, n, k, dtype),
+        call=functools.partial(skinny_matmul, numerics=Numerics(dtype)),
+        bench=bench,
+        flops=2.0 * b * n * k,
+        bytes=float(size * (n * k + b * (n + k))),
+    )
+
+
+_MODELS = {
+    "E2B down, shared": (1536, 12288),
+    "E2B down, owner": (1536, 6144),
+    "E2B o, sliding": (1536, 2048),
+    "E2B o, full": (1536, 4096),
+    "E2B PLE projection": (1536, 256),
+    "E2B q|k|v, sliding": (2560, 1536),
+    "E4B down": (2560, 10240),
+    "E4B o, full": (2560, 4096),
+    "31B down": (5376, 21504),
+    "31B o, sliding": (5376, 8192),
+}
+
+CASES: list[Case] = [
+    matmul_case("1 row, 1 output", 1, 1, 64),
+    matmul_case("outputs one past a tile", 1, 65, 128),
+    matmul_case("K below one load", 2, 24, 48),
+    matmul_case("K no multiple of a load", 1, 12, 336),
+    matmul_case("long K", 1, 10, 2640),
+    matmul_case("long K, 2 rows, float32", 2, 6, 2640, "float32"),
+    matmul_case("3 rows", 3, 40, 64),
+    matmul_case("8 rows, long K", 8, 20, 2688),
+    matmul_case("16 rows", 16, 70, 144),
+    matmul_case("16 rows, float32", 16, 33, 96, "float32"),
+    *(matmul_case(name, b, n, k, bench=True) for name, (n, k) in _MODELS.items() for b in (1, 8)),
+    *(matmul_case("E2B down, shared", b, 1536, 12288, bench=True) for b in (2, 4, 16)),
+]

@@ -1,0 +1,234 @@
+"""skinny_matmul and norm_matmul: against float64, their edges, and what they refuse."""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from gemma_jax.config import PRESETS
+from gemma_jax.errors import UnsupportedError
+from gemma_jax.model import layers
+from gemma_jax.numerics import Numerics
+from gemma_jax.pallas import norm_matmul as norm_module
+from gemma_jax.pallas import skinny_matmul as skinny_module
+from gemma_jax.pallas import triton_api
+from gemma_jax.pallas.cases import norm_matmul as norm_cases
+from gemma_jax.pallas.cases import skinny_matmul as skinny_cases
+from gemma_jax.pallas.device import Device
+from gemma_jax.pallas.skinny_kernels import Config, Spec, default_config, grid_of, unsupported
+from gemma_jax.testing.tolerance import assert_close_to_exact
+
+CASES = {
+    f"{c.op}: {c.name}": c
+    for c in [*skinny_cases.CASES, *norm_cases.CASES]
+    if not c.bench
+}  # fmt: skip
+HF, VLLM, FLOAT32 = Numerics(), Numerics(rounding="vllm"), Numerics("float32")
+DEVICES = [Device("NVIDIA H200", (9, 0), 132), Device("NVIDIA A100", (8, 0), 108)]
+DESIGNS = [
+    Config("rows", 2, 64, ahead=2, blocks=3),
+    Config("rows", 4, 256, blocks=2),
+    Config("dot", 8, 16),
+    Config("dot", 4, 16, segments=4),
+]
+
+
+def leaves(call, arrays):
+    """Results of `call(**arrays)`, compiled quickly rather than well on a CPU."""
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    out = jax.jit(lambda arrays: call(**arrays), compiler_options=options)(arrays)
+    return [np.asarray(x) for x in jax.tree.leaves(out)]
+
+
+def run(case, implementation, inputs=None):
+    inputs = case.inputs(0) if inputs is None else inputs
+    return leaves(functools.partial(case.call, implementation=implementation), inputs)
+
+
+def run_tiles(arrays, numerics, config):
+    """norm_matmul's kernel with given tiles."""
+    arrays = dict(arrays)
+    update = None
+    if "y" in arrays:
+        update = norm_module.Update(arrays.pop("y"), arrays.pop("post_weight"))
+    optional = {n: arrays.pop(n, None) for n in ("factor", "pre_weight", "gate_input")}
+    call = functools.partial(
+        norm_module._norm_matmul_triton, eps=1e-6, numerics=numerics, config=config
+    )
+    return leaves(call, {**arrays, "update": update, **optional})
+
+
+def exact(case):
+    """The reference in float64, on the CPU."""
+    inputs = jax.tree.map(lambda x: np.asarray(x, np.float64), case.inputs(0))
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        out = case.call(**jax.tree.map(jnp.asarray, inputs), implementation="reference")
+        return [np.asarray(x) for x in jax.tree.leaves(out)]
+
+
+def check(case, implementation="triton"):
+    for kernel, plain, truth in zip(
+        run(case, implementation), run(case, "reference"), exact(case), strict=True
+    ):
+        assert kernel.dtype == plain.dtype
+        assert truth.dtype == np.float64
+        assert_close_to_exact(kernel, plain, truth)
+
+
+@pytest.fixture
+def nan_outside(monkeypatch):
+    """Loads give NaN where an index passes the end and no mask hides it, as a GPU might.
+
+    The interpreter clips such an index instead, so a missing mask would go unseen.
+    """
+    load = triton_api.load
+
+    def poisoned(ref, mask=None, other=None):
+        value = load(ref, mask=mask, other=other)
+        indexer = ref.transforms[-1]
+        inside = jnp.ones(value.shape, bool) if mask is None or other is None else mask
+        for index, size in zip(indexer.indices, indexer.shape, strict=True):
+            inside = inside & (jnp.asarray(index) < size)
+        if mask is not None and other is not None:
+            inside = inside | ~mask
+        return jnp.where(inside, value, jnp.nan)
+
+    monkeypatch.setattr(triton_api, "load", poisoned)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_interpreted_kernel_is_as_close_to_exact_as_plain_code(case, nan_outside):
+    check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_compiled_kernel_is_as_close_to_exact_as_plain_code(case):
+    check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("step", ["FIRST", "QKV", "GATE_UP", "PLE_GATE"])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+def test_compiled_kernel_at_the_shapes_of_the_models(step, rows):
+    check(norm_cases.step_case("model", getattr(norm_cases, step), rows, 2560, 1536))
+
+
+# --- designs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", DESIGNS, ids=str)
+@pytest.mark.parametrize("step", ["QKV", "GATE_UP", "PLE_GATE"])
+def test_every_design_computes_every_step(step, config, nan_outside):
+    case = norm_cases.step_case(step, getattr(norm_cases, step), 3, 21, 64, FLOAT32)
+    out, plain = run_tiles(case.inputs(0), FLOAT32, config), run(case, "reference")
+    for a, b in zip(out, plain, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("config", [*DESIGNS, Config("columns", 4, 32, ahead=3)], ids=str)
+@settings(max_examples=3, deadline=None)
+@given(batch=st.integers(1, 4), n=st.integers(1, 40), chunks=st.integers(1, 3))
+def test_any_sizes(config, batch, n, chunks):
+    case = skinny_cases.matmul_case("any", batch, n, 64 * chunks, "float32")
+    arrays = case.inputs(0)
+    call = functools.partial(skinny_module._skinny_matmul_triton, numerics=FLOAT32, config=config)
+    plain = run(case, "reference", arrays)
+    np.testing.assert_allclose(leaves(call, arrays)[0], plain[0], rtol=1e-5, atol=2e-5)
+
+
+def test_result_does_not_depend_on_the_number_of_blocks():
+    case = norm_cases.step_case("blocks", norm_cases.FIRST, 1, 37, 128)
+    arrays = case.inputs(0)
+    configs = [Config("rows", 2, 64, blocks=blocks) for blocks in (1, 4, 19)]
+    first, *others = (run_tiles(arrays, HF, config)[1] for config in configs)
+    for out in others:
+        np.testing.assert_array_equal(out, first)
+
+
+# --- the model's formulas ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numerics", [HF, VLLM, FLOAT32], ids=["hf", "vllm", "float32"])
+def test_reference_is_the_model(numerics):
+    case = norm_cases.step_case("mlp", norm_cases.GATE_UP, 3, 24, 96, numerics)
+    i = case.inputs(1)
+    h, out = run(case, "reference", i)
+    update = layers.rms_norm(i["y"], i["post_weight"], 1e-6, numerics)
+    expected_h = layers.add(i["h"], update, numerics)
+    x = layers.rms_norm(expected_h, i["pre_weight"], 1e-6, numerics)
+    z = numerics.einsum("bk,cnk->bcn", x, i["w"])
+    expected = layers.gelu_mul(z[:, 0], z[:, 1], numerics)
+    for actual, wanted in ((h, expected_h), (out, expected)):
+        np.testing.assert_array_equal(actual.astype(np.float32), np.asarray(wanted, np.float32))
+
+
+# --- tiles ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.kind)
+@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 16])
+def test_tiles_of_the_models_divide_their_axes_or_are_masked(name, device, batch):
+    config = PRESETS[name]
+    d = config.hidden_size
+    for layer in config.layers:
+        f, heads = layer.intermediate_size, layer.num_kv_heads * (layer.num_groups + 2)
+        shapes = [(2, f, d), (1, d, f), (1, heads * layer.head_dim, d)]
+        shapes.append((1, d, layer.num_kv_heads * layer.num_groups * layer.head_dim))
+        for parts, n, k in shapes:
+            for prologue in (True, False):
+                spec = Spec(batch, parts, n, k, HF)
+                tile = default_config(spec, prologue, device)
+                assert tile.design != "columns" or not prologue
+                # Only "dot" reads along K without a mask.
+                assert tile.design != "dot" or k % (tile.segments * tile.width) == 0
+                assert grid_of(tile, spec)[0] >= 1
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [((17, 64), "bfloat16", "17 rows"), ((1, 72), "bfloat16", "72 elements"),
+     ((1, 64), "float32", "compute dtype bfloat16")],
+)  # fmt: skip
+def test_unsupported_inputs_are_named(shape, dtype, message):
+    x, w = jnp.zeros(shape, dtype), jnp.zeros((8, shape[1]), dtype)
+    with pytest.raises(UnsupportedError, match=message):
+        skinny_module.skinny_matmul(x, w, numerics=HF, implementation="triton")
+    with pytest.raises(UnsupportedError, match=message):
+        norm_module.norm_matmul(x, w, eps=1e-6, numerics=HF, implementation="pallas")
+
+
+def test_old_gpu_is_refused():
+    x, w = jnp.zeros((1, 64), jnp.bfloat16), jnp.zeros((8, 64), jnp.bfloat16)
+    reason = unsupported(x, w, HF, Device("NVIDIA V100", (7, 0), 80))
+    assert reason is not None
+    assert "compute capability 8.0" in reason
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"w": (8, 32)}, r"expected \[B, K\]"),
+        ({"w": (3, 8, 64)}, "gate and up"),
+        ({"w": (8, 64), "gate_input": (2, 9)}, "gate_input"),
+    ],
+)
+def test_wrong_shapes_are_named(arrays, message):
+    arrays = {n: jnp.zeros(shape, jnp.bfloat16) for n, shape in {"h": (2, 64), **arrays}.items()}
+    with pytest.raises(ValueError, match=message):
+        norm_module.norm_matmul(**arrays, eps=1e-6, numerics=HF)
+
+
+def test_update_of_another_shape_is_named():
+    h, w = jnp.zeros((2, 64)), jnp.zeros((8, 64))
+    update = norm_module.Update(jnp.zeros((1, 64)), jnp.zeros(64))
+    with pytest.raises(ValueError, match="the shape of h"):
+        norm_module.norm_matmul(h, w, update=update, eps=1e-6, numerics=FLOAT32)
