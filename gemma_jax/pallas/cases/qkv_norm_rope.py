@@ -1,0 +1,131 @@
+"""Cases of `qkv_norm_rope`: the layers of the presets, then edges."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gemma_jax.numerics import Numerics, Rounding
+from gemma_jax.pallas.cases import Case
+from gemma_jax.pallas.qkv_norm_rope import CacheWrite, QkvOutput, qkv_norm_rope
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of one case; the letters are those of `qkv_norm_rope`.
+
+    `rotated` is the share of the channel pairs that RoPE turns; `page` > 0 writes a cache, whose
+    slots are shuffled and every third is none.
+    """
+
+    tokens: int
+    kv_heads: int
+    groups: int
+    head_dim: int
+    owner: bool = True
+    has_v: bool = True
+    page: int = 0
+    emit_kv: bool = True
+    rotated: float = 1.0
+    dtype: str = "bfloat16"
+    rounding: Rounding = "hf"
+
+    @property
+    def heads(self) -> int:
+        return self.groups + (1 + self.has_v if self.owner else 0)
+
+    @property
+    def pages(self) -> int:
+        return -(-self.tokens // self.page) + 1
+
+    @property
+    def bytes(self) -> int:
+        """The projection, the tables, q, and k and v as often as they are written."""
+        copies = 2 * (self.emit_kv + (self.page > 0)) if self.owner else 0
+        elements = self.kv_heads * (self.heads + self.groups + copies) + 1
+        return self.tokens * elements * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+    def inputs(self, seed: int) -> dict[str, Any]:
+        n, h = self.tokens, self.head_dim
+        keys = iter(jax.random.split(jax.random.key(seed), 8))
+
+        def normal(*shape: int) -> jax.Array:
+            return jax.random.normal(next(keys), shape, jnp.float32).astype(self.dtype)
+
+        angles = jax.random.uniform(next(keys), (n, h // 2), jnp.float32, 0.0, 6.3)
+        angles = jnp.where(jnp.arange(h // 2) < self.rotated * (h // 2), angles, 0.0)
+        arrays = {
+            "qkv": normal(n, self.kv_heads, self.heads, h),
+            "q_weight": normal(h),
+            "k_weight": normal(h) if self.owner else None,
+            "cos": jnp.cos(angles).astype(self.dtype),
+            "sin": jnp.sin(angles).astype(self.dtype),
+        }
+        if self.page:
+            shape = (self.pages, self.page, self.kv_heads, h)
+            slots = jax.random.permutation(next(keys), self.pages * self.page)[:n]
+            arrays["k_cache"], arrays["v_cache"] = normal(*shape), normal(*shape)
+            arrays["slots"] = slots.astype(jnp.int32).at[::3].set(-1)
+        return arrays
+
+    def call(
+        self,
+        qkv: jax.Array,
+        q_weight: jax.Array,
+        k_weight: jax.Array | None,
+        cos: jax.Array,
+        sin: jax.Array,
+        k_cache: jax.Array | None = None,
+        v_cache: jax.Array | None = None,
+        slots: jax.Array | None = None,
+        implementation: Any = None,
+    ) -> QkvOutput:
+        cache = None
+        if k_cache is not None and v_cache is not None and slots is not None:
+            cache = CacheWrite(k_cache, v_cache, slots)
+        return qkv_norm_rope(
+            qkv, q_weight, k_weight, cos, sin, num_groups=self.groups, has_v=self.has_v, eps=EPS,
+            numerics=Numerics(self.dtype, self.rounding), cache=cache, emit_kv=self.emit_kv,
+            implementation=implementation,
+        )  # fmt: skip
+
+
+def heads_case(name: str, heads: Heads, bench: bool = False) -> Case:
+    return Case("qkv_norm_rope", name, heads.inputs, heads.call, bench, bytes=0.0 + heads.bytes)
+
+
+_shared = functools.partial(Heads, owner=False, has_v=False)
+_prefill = functools.partial(Heads, page=128)
+_decode = functools.partial(Heads, page=128, emit_kv=False)
+
+CASES = [
+    heads_case("e2b sliding, 16384 tokens", _prefill(16_384, 1, 8, 256), bench=True),
+    heads_case("e2b full, 16384 tokens", _prefill(16_384, 1, 8, 512, rotated=0.25), bench=True),
+    heads_case("e2b sliding shared, 16384 tokens", _shared(16_384, 1, 8, 256), bench=True),
+    heads_case("e2b sliding, 1 token", _decode(1, 1, 8, 256), bench=True),
+    heads_case("e2b full, 1 token", _decode(1, 1, 8, 512, rotated=0.25), bench=True),
+    heads_case("e2b sliding shared, 1 token", _shared(1, 1, 8, 256), bench=True),
+    heads_case("e2b sliding, 64 tokens", _decode(64, 1, 8, 256), bench=True),
+    heads_case("e4b sliding, 8192 tokens", _prefill(8192, 2, 4, 256), bench=True),
+    heads_case("31b sliding, 4096 tokens", _prefill(4096, 16, 2, 256), bench=True),
+    heads_case(
+        "31b full, 4096 tokens", _prefill(4096, 4, 8, 512, has_v=False, rotated=0.25), bench=True
+    ),
+    heads_case("one token, e2b sliding", Heads(1, 1, 8, 256, page=4)),
+    heads_case("e2b full", Heads(2, 1, 8, 512, page=4, rotated=0.25)),
+    heads_case("e2b full shared", _shared(3, 1, 8, 512, rotated=0.25)),
+    heads_case("e4b full", Heads(2, 2, 4, 512, rotated=0.25)),
+    heads_case("12b full, k = v", Heads(2, 1, 16, 512, has_v=False, page=2, rotated=0.25)),
+    heads_case("26b sliding", Heads(2, 8, 2, 256, page=4)),
+    heads_case("31b full, k = v", Heads(3, 4, 8, 512, has_v=False, page=4, emit_kv=False)),
+    heads_case("cache only", Heads(7, 2, 4, 32, page=4, emit_kv=False)),
+    heads_case("no cache", Heads(7, 2, 4, 32)),
+    heads_case("vllm", Heads(5, 1, 8, 64, page=4, rotated=0.25, rounding="vllm")),
+    heads_case("vllm shared", _shared(5, 1, 2, 64, rounding="vllm")),
+    heads_case("float32", Heads(5, 2, 4, 32, page=4, dtype="float32")),
+    heads_case("float32, vllm", Heads(5, 1, 4, 32, has_v=False, dtype="float32", rounding="vllm")),
+]

@@ -1,0 +1,73 @@
+"""Cases of `residual_norm`: the widths of the presets, then edges."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gemma_jax.numerics import Numerics
+from gemma_jax.pallas.cases import Case
+from gemma_jax.pallas.residual_norm import ResidualNorm, residual_norm
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sizes of one case, and which of the optional arguments it has."""
+
+    rows: int
+    width: int
+    pre_norm: bool = True
+    scalar: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def bytes(self) -> int:
+        return (3 + self.pre_norm) * self.rows * self.width * jnp.dtype(self.dtype).itemsize
+
+    def inputs(self, seed: int) -> dict[str, Any]:
+        keys = iter(jax.random.split(jax.random.key(seed), 5))
+
+        def normal(*shape: int) -> jax.Array:
+            return jax.random.normal(next(keys), shape, jnp.float32).astype(self.dtype)
+
+        n, d = self.rows, self.width
+        return {
+            "x": normal(n, d),
+            "y": normal(n, d),
+            "post_weight": normal(d),
+            "pre_weight": normal(d) if self.pre_norm else None,
+            "scalar": normal(1) if self.scalar else None,
+        }
+
+    def call(self, implementation: Any = None, **arrays: Any) -> ResidualNorm:
+        numerics = Numerics(self.dtype)
+        return residual_norm(**arrays, eps=EPS, numerics=numerics, implementation=implementation)
+
+
+def rows_case(name: str, rows: Rows, bench: bool = False) -> Case:
+    return Case("residual_norm", name, rows.inputs, rows.call, bench, bytes=0.0 + rows.bytes)
+
+
+CASES = [
+    rows_case("e2b, 16384 tokens", Rows(16_384, 1536), bench=True),
+    rows_case("e2b layer end, 16384 tokens", Rows(16_384, 1536, scalar=True), bench=True),
+    rows_case("e2b, 1 token", Rows(1, 1536), bench=True),
+    rows_case("e2b layer end, 1 token", Rows(1, 1536, scalar=True), bench=True),
+    rows_case("e2b, 64 tokens", Rows(64, 1536), bench=True),
+    rows_case("e4b, 8192 tokens", Rows(8192, 2560), bench=True),
+    rows_case("31b, 4096 tokens", Rows(4096, 5376), bench=True),
+    rows_case("31b, 1 token", Rows(1, 5376), bench=True),
+    rows_case("e2b", Rows(3, 1536, scalar=True)),
+    rows_case("e4b", Rows(2, 2560)),
+    rows_case("26b", Rows(2, 2816)),
+    rows_case("12b", Rows(2, 3840, pre_norm=False, scalar=True)),
+    rows_case("31b", Rows(2, 5376)),
+    rows_case("no next norm", Rows(5, 96, pre_norm=False)),
+    rows_case("no next norm, scalar", Rows(5, 96, pre_norm=False, scalar=True)),
+    rows_case("one past a chunk", Rows(3, 1025)),
+    rows_case("width 1", Rows(3, 1)),
+    rows_case("float32", Rows(3, 96, scalar=True, dtype="float32")),
+]
