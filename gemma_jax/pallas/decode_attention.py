@@ -553,7 +553,8 @@ def _store_output(refs: dict[str, Any], out, total, rows, valid, columns) -> Non
 
 def _combine_kernel(*args: Any, plan: _Plan, width: int) -> None:
     """Merges the splits of one query row, `width` of its columns."""
-    refs = dict(zip(("lengths", "top", "total", "partial", "out"), args, strict=True))
+    names = ("lengths", "top", "total", "partial", "out")
+    refs: dict[str, Any] = dict(zip(names, args, strict=True))
     p = _program(plan, pl.program_id(0), refs["lengths"])
     _merge_rows(plan, p, refs, pl.program_id(1), 1, pl.ds(pl.program_id(2) * width, width))
 
