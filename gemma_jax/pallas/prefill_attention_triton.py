@@ -1,9 +1,8 @@
 """`prefill_attention` through Pallas' Triton lowering: flash attention with grouped heads packed.
 
 One program takes a tile of query rows, tokens times the G heads that share a key head, and walks
-the tiles of keys that any of its rows can see: first those that the window's edge crosses, then
-those that every row sees whole, then those on the causal diagonal. Only the first and the last kind
-are masked; tiles outside are never loaded. A running maximum and sum make the softmax (Milakov and
+the tiles of keys that any of its rows can see; tiles outside are never loaded. Without a window only
+the tiles on the causal diagonal are masked. A running maximum and sum make the softmax (Milakov and
 Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
 
 Scores and sums are float32; weights are rounded to the compute dtype before they are normalised,
@@ -46,7 +45,7 @@ class Config:
       num_warps, num_stages: of Triton.
       chunk: columns of a head taken at once; a narrower chunk saves registers and reads q again.
       tiles_first: neighbouring programs take neighbouring tiles, which share keys in L2; otherwise
-        they take one tile of each sequence, the longest first, so that no long one comes last.
+        they take one tile of each sequence, so that no long one comes last.
     """
 
     q_rows: int
@@ -66,9 +65,9 @@ _TILES = {
     (9, 256, True): Config(64, 32, 4, 2, 256, tiles_first=True),
     (9, 256, False): Config(64, 32, 4, 2, 256),
     (9, 512, True): Config(64, 64, 8, 1, 512, tiles_first=True),
-    (9, 512, False): Config(64, 64, 8, 1, 512),
+    (9, 512, False): Config(64, 64, 8, 1, 512, tiles_first=True),
 }
-_FLOAT32 = Config(16, 32, 4, 1, 128)
+_FLOAT32 = Config(16, 16, 8, 1, 128)
 _INTERPRETED = Config(32, 32, 4, 1, 256)
 
 
@@ -103,7 +102,6 @@ class _Rows(NamedTuple):
     low: jax.Array  # first key that any row sees
     high: jax.Array  # one past the last
     first: jax.Array  # position of the first row
-    last: jax.Array  # position of the last valid row
 
 
 class _State(NamedTuple):
@@ -149,12 +147,8 @@ def _prefill_attention_kernel(
     step = functools.partial(
         step, num_kv=sizes.num_kv, window=window, numerics=numerics, config=config
     )
-    start, whole_start, whole_end, end = _key_tiles(rows, window, config)
     state = _initial_state(rows, tile, sizes, window, numerics, config)
-    if window is not None:
-        state = lax.fori_loop(start, whole_start, functools.partial(step, masked=True), state)
-    state = lax.fori_loop(whole_start, whole_end, functools.partial(step, masked=False), state)
-    state = lax.fori_loop(whole_end, end, functools.partial(step, masked=True), state)
+    state = _walk_keys(step, rows, window, config, state)
 
     total = jnp.where(state.total == 0.0, 1.0, state.total)[:, None]
     for c, out in enumerate(state.out):
@@ -167,9 +161,10 @@ def _prefill_attention_kernel(
 
 
 def _program(sizes: _Sizes, config: Config) -> tuple[jax.Array, jax.Array, jax.Array]:
-    if config.tiles_first:
-        return pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    return sizes.tiles - 1 - pl.program_id(2), pl.program_id(0), pl.program_id(1)
+    """(tile, sequence, key head); later tiles see more keys and start first."""
+    i, j, k = (pl.program_id(axis) for axis in range(3))
+    tile, b, head = (i, j, k) if config.tiles_first else (k, i, j)
+    return sizes.tiles - 1 - tile, b, head
 
 
 def _tokens(tile, sizes: _Sizes, config: Config) -> tuple[jax.Array, jax.Array]:
@@ -202,7 +197,6 @@ def _query_rows(
         low=jnp.int32(0) if window is None else jnp.maximum(first - window + 1, 0),
         high=jnp.where(tile * per_tile < q_length, last + 1, 0),
         first=first,
-        last=last,
     )
 
 
@@ -223,14 +217,17 @@ def _at(ref, index: jax.Array, c: int, config: Config):
     return ref.at[index[:, None], columns[None, :]]
 
 
-def _key_tiles(rows: _Rows, window: int | None, config: Config):
-    """Tiles [start, end) are seen by some row; [whole_start, whole_end) by every row, whole."""
-    size = config.k_rows
-    start, end = rows.low // size, pl.cdiv(rows.high, size)
-    oldest = 0 if window is None else jnp.maximum(rows.last - window + 1, 0)
-    whole_start = jnp.minimum(jnp.maximum(pl.cdiv(oldest, size), start), end)
-    whole_end = jnp.minimum(jnp.maximum((rows.first + 1) // size, whole_start), end)
-    return start, whole_start, whole_end, end
+def _walk_keys(step, rows: _Rows, window: int | None, config: Config, state: _State) -> _State:
+    """The state after all tiles that some row sees; without a window most need no mask.
+
+    A window is short: loops of their own for its edges would each fill the pipeline anew.
+    """
+    start, end = rows.low // config.k_rows, pl.cdiv(rows.high, config.k_rows)
+    if window is None:
+        whole = jnp.minimum(jnp.maximum((rows.first + 1) // config.k_rows, start), end)
+        state = lax.fori_loop(start, whole, functools.partial(step, masked=False), state)
+        start = whole
+    return lax.fori_loop(start, end, functools.partial(step, masked=True), state)
 
 
 def _initial_state(
