@@ -1,7 +1,5 @@
 """What the tests of the element-wise kernels share."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,33 +53,39 @@ def assert_equal(actual, expected):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(e, np.float32))
 
 
-def record_ragged_accesses(monkeypatch):
-    """A list that fills, while kernels are traced, with unmasked accesses that may pass an end.
+def poison_out_of_bounds(monkeypatch):
+    """From here on an access past the end of an axis that no mask forbids turns results into NaN.
 
-    A GPU does not check bounds, and the interpreter hides it. An access without a mask is fine
-    where its length divides the axis.
+    A GPU checks no bounds and the interpreter hides it: it clamps loads and drops stores.
     """
-    found = []
+    load, store = triton_api.load, triton_api.store
 
-    def recorded(function):
-        def wrapper(ref, *arguments, mask=None, **keywords):
-            if mask is None:
-                found.extend(_ragged(ref))
-            return function(ref, *arguments, mask=mask, **keywords)
+    def checked_load(ref, *, mask=None, **keywords):
+        value = load(ref, mask=mask, **keywords)
+        return jnp.where(_out_of_bounds(ref, mask), _poison(value.dtype), value)
 
-        return wrapper
+    def checked_store(ref, value, *, mask=None):
+        store(
+            ref, jnp.where(_out_of_bounds(ref, mask).any(), _poison(value.dtype), value), mask=mask
+        )
 
-    for name in ("load", "store"):
-        monkeypatch.setattr(triton_api, name, recorded(getattr(triton_api, name)))
-    return found
+    monkeypatch.setattr(triton_api, "load", checked_load)
+    monkeypatch.setattr(triton_api, "store", checked_store)
 
 
-def _ragged(ref):
-    """(axis size, access length) of each axis that does not divide."""
+def _poison(dtype):
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return jnp.asarray(jnp.nan if floating else jnp.iinfo(dtype).max, dtype)
+
+
+def _out_of_bounds(ref, mask):
+    """Which elements of an access lie outside the array although the mask lets them through."""
     indexer = ref.transforms[-1]
-    lengths = iter(indexer.get_indexer_shape_static())
+    shape = indexer.get_indexer_shape_static()
+    outside, axis = jnp.zeros(shape, bool), 0
     for size, index in zip(indexer.shape, indexer.indices, strict=True):
-        scalar = not hasattr(index, "size") or (hasattr(index, "shape") and index.shape == ())
-        length = 1 if scalar else next(lengths)
-        if math.gcd(size, length) != length:
-            yield size, length
+        if hasattr(index, "start"):
+            index = index.start + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+            axis += 1
+        outside |= (index < 0) | (index >= size)
+    return outside if mask is None else outside & mask

@@ -9,7 +9,7 @@ from kernel_checks import (
     check_close_to_exact,
     close_to_exact,
     compiled,
-    record_ragged_accesses,
+    poison_out_of_bounds,
 )
 
 from gemma_jax.config import PRESETS
@@ -85,21 +85,20 @@ def test_a_row_of_nan_stays_alone():
         assert_equal(jnp.delete(a, 2, axis=0), jnp.delete(b, 2, axis=0))
 
 
-@pytest.mark.parametrize("rows", [4, 5])
-@pytest.mark.parametrize("width", [64, 72])
-def test_accesses_divide_their_axis_or_are_masked(rows, width, monkeypatch):
-    ragged = record_ragged_accesses(monkeypatch)
+@pytest.mark.parametrize(("rows", "width"), [(4, 64), (5, 72)])
+def test_no_access_passes_an_end(rows, width, monkeypatch):
     shape = Rows(rows, width, scalar=True)
-    run_tile(shape, shape.inputs(0), op.Config(2, 32, 1))
-    assert ragged == []
+    inputs = shape.inputs(0)
+    poison_out_of_bounds(monkeypatch)
+    out = run_tile(shape, inputs, op.Config(2, 32, 1))
+    close_to_exact(out, rows_case("ends", shape), inputs)
 
 
-def test_unmasked_ragged_access_would_be_found(monkeypatch):
+def test_an_access_past_an_end_would_be_found(monkeypatch):
+    poison_out_of_bounds(monkeypatch)
     monkeypatch.setattr(op, "_both", lambda *_: None)
-    ragged = record_ragged_accesses(monkeypatch)
-    shape = Rows(4, 72)
-    run_tile(shape, shape.inputs(0), op.Config(2, 32, 1))
-    assert (72, 32) in ragged
+    out = run_tile(Rows(4, 72), Rows(4, 72).inputs(0), op.Config(2, 32, 1))
+    assert jnp.isnan(out.h.astype(jnp.float32)).any()
 
 
 def test_rows_wider_than_the_registers_are_refused():
