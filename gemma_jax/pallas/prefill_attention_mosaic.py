@@ -60,9 +60,8 @@ class Config:
       block_kv: keys of a tile, a multiple of 64.
       k_columns, k_slots: split: columns and number of the pieces in which a key tile is streamed.
       v_columns, v_slots: split: the same of 64 values, for each 256 columns.
-      overlap: split: the next scores are issued before a tile's softmax; needs a whole tile of keys
-        in `k_slots`.
-      p_slots: split: tiles of weights in flight between the warpgroups.
+      turns: split: softmax warpgroups of a 64-row tile, which take key tiles in turn.
+      p_slots: split: tiles of weights in flight between the warpgroups, a multiple of `turns`.
       stages: joined: key and value tiles in flight.
       ping_pong: joined: one warpgroup's softmax runs under the other's products by a barrier.
       cluster: blocks that share their loads, 1 or 2.
@@ -76,7 +75,7 @@ class Config:
     k_slots: int = 4
     v_columns: int = 128
     v_slots: int = 2
-    overlap: bool = False
+    turns: int = 1
     p_slots: int = 2
     stages: int = 2
     ping_pong: bool = False
@@ -268,21 +267,11 @@ def _mask_edges(
     return lax.cond(inside, lambda s: s, masked, s)
 
 
-def _new_maximum(s: jax.Array, m: jax.Array) -> jax.Array:
-    """Running maximum of the scores times log2 e."""
-    return jnp.maximum(m, s.max(axis=1) * LOG2E)
-
-
-def _weights(s: jax.Array, m: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(weights of a tile, factor of what was summed before)."""
-    return jnp.exp2(s * LOG2E - lax.broadcast_in_dim(new, s.shape, [0])), jnp.exp2(m - new)
-
-
 def _softmax(s: jax.Array, m: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(weights, new maximum · log2 e, factor of what was summed before)."""
-    new = _new_maximum(s, m)
-    p, alpha = _weights(s, m, new)
-    return p, new, alpha
+    new = jnp.maximum(m, s.max(axis=1) * LOG2E)
+    p = jnp.exp2(s * LOG2E - lax.broadcast_in_dim(new, s.shape, [0]))
+    return p, new, jnp.exp2(m - new)
 
 
 def _clear_outside(shape: _Shape, work: _Work, first: jax.Array, v: Any) -> None:
@@ -397,8 +386,8 @@ def _drain(empty: Any, slots: int, used: jax.Array, first: Any = 0) -> None:
 
 def _split_kernel(
     meta, q, k, v, out,
-    q_union, k_smem, v_smem, p_smem, alpha_smem, l_smem,
-    q_full, k_full, k_empty, v_full, v_empty, p_full, p_empty, l_full,
+    q_union, k_smem, v_smem, p_smem, alpha_smem, m_smem, l_smem,
+    q_full, k_full, k_empty, v_full, v_empty, p_full, p_empty, m_full, l_full,
     *, shape: _Shape, interpret: bool,
 ):  # fmt: skip
     c = shape.config
@@ -407,94 +396,88 @@ def _split_kernel(
     wg = lax.axis_index("wg")
     k_pieces = shape.head_dim // c.k_columns
     v_pieces = (c.block_kv // ROWS) * (HALF // c.v_columns)
-    softmax_wgs, output_wgs = c.groups, c.groups * shape.halves
+    softmax_wgs, output_wgs = c.groups * c.turns, c.groups * shape.halves
 
     @pl.when(wg < softmax_wgs)
     def _softmax_warpgroup():
         plgpu.set_max_registers(_registers(shape)[0], action=_registers_action(shape, 0))
-        group = wg
+        group, turn = _div(wg, c.turns), _rem(wg, c.turns)
         token = _group_token(shape, work, group)
 
         @pl.when(work.steps > 0)
         def _():
             plgpu.barrier_wait(q_full.at[group])
 
-        def release(step, first, last):
-            for piece in range(first, last):
-                plgpu.barrier_arrive(k_empty.at[_rem(step * k_pieces + piece, c.k_slots)])
-
-        def multiply(acc, step, streamed):
-            for piece in range(k_pieces):
-                slot = _rem(step * k_pieces + piece, c.k_slots)
-                column = piece * c.k_columns
-                q_part = q_smem.at[
-                    group, column // HALF, :, column % HALF : column % HALF + c.k_columns
-                ]
-                plgpu.barrier_wait(k_full.at[slot])
-                plgpu.wgmma(acc, q_part, k_smem.at[slot].transpose((1, 0)))
-                if piece and streamed:
-                    plgpu.wgmma_wait(1)
-                    release(step, piece - 1, piece)
-
         def scores(step):
-            def scope(acc):
-                multiply(acc, step, streamed=True)
+            def multiply(acc):
+                for piece in range(k_pieces):
+                    slot = _slot(step, k_pieces, piece, c.k_slots)
+                    column = piece * c.k_columns
+                    q_part = q_smem.at[
+                        group, column // HALF, :, column % HALF : column % HALF + c.k_columns
+                    ]
+                    plgpu.barrier_wait(k_full.at[turn * c.k_slots + slot])
+                    plgpu.wgmma(acc, q_part, k_smem.at[slot].transpose((1, 0)))
+                    if piece:
+                        plgpu.wgmma_wait(1)
+                        previous = _slot(step, k_pieces, piece - 1, c.k_slots)
+                        plgpu.barrier_arrive(k_empty.at[previous])
                 return acc[...]
 
-            s = pl.run_scoped(scope, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
-            release(step, k_pieces - 1, k_pieces)
-            return s
+            s = pl.run_scoped(multiply, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
+            plgpu.barrier_arrive(k_empty.at[_slot(step, k_pieces, k_pieces - 1, c.k_slots)])
+            return _mask_edges(shape, work, token, step, s)
 
-        def publish(step, p, alpha):
+        def pass_on(m, wanted):
+            """Gives the running maximum to the warpgroup of the next tile."""
+            m_smem[group, turn] = m
+            plgpu.commit_smem()
+
+            @pl.when(wanted)
+            def _():
+                plgpu.barrier_arrive(m_full.at[group * c.turns + turn])
+
+        def maximum_before():
+            plgpu.barrier_wait(m_full.at[group * c.turns + 1 - turn])
+            return plgpu.load(m_smem.at[group, 1 - turn], layout=plgpu.Layout.WGMMA.reduce(1))
+
+        @pl.when((turn == 1) & (work.steps > 0))
+        def _():
+            pass_on(_row_array(LOWEST), True)
+
+        def body(index, carry):
+            m_own, l = carry
+            step = index * c.turns + turn
+            s = scores(step)
+            m = s.max(axis=1) * LOG2E
+            before = m_own if c.turns == 1 else maximum_before()
+            m = jnp.maximum(before, m)
+            if c.turns > 1:
+                pass_on(m, step + 1 < work.steps)
+            p = jnp.exp2(s * LOG2E - lax.broadcast_in_dim(m, s.shape, [0]))
             slot = _rem(step, c.p_slots)
 
             @pl.when(step >= c.p_slots)
             def _():
                 plgpu.barrier_wait(p_empty.at[group * c.p_slots + slot])
 
-            alpha_smem[group, slot] = alpha
+            alpha_smem[group, slot] = jnp.exp2(before - m)
             p_smem[group, slot] = p.astype(p_smem.dtype)
             plgpu.commit_smem()
             plgpu.barrier_arrive(p_full.at[group * c.p_slots + slot])
+            return m, l * jnp.exp2(m_own - m) + p.sum(axis=1)
 
-        def finish(step, s, m, l):
-            p, m, alpha = _softmax(_mask_edges(shape, work, token, step, s), m)
-            publish(step, p, alpha)
-            return m, l * alpha + p.sum(axis=1)
-
-        start = (_row_array(LOWEST), _row_array(0.0))
-        if c.overlap:
-
-            def body(step, carry):
-                s, m, l = carry
-
-                def scope(acc):
-                    multiply(acc, step + 1, streamed=False)
-                    masked = _mask_edges(shape, work, token, step, s)
-                    new = _new_maximum(masked, m)
-                    plgpu.wgmma_wait(k_pieces // 2)
-                    release(step + 1, 0, k_pieces // 2)
-                    p, alpha = _weights(masked, m, new)
-                    publish(step, p, alpha)
-                    following = acc[...]
-                    release(step + 1, k_pieces // 2, k_pieces)
-                    return following, new, l * alpha + p.sum(axis=1)
-
-                return pl.run_scoped(scope, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
-
-            def some(_):
-                s, m, l = lax.fori_loop(0, work.steps - 1, body, (scores(jnp.int32(0)), *start))
-                return finish(work.steps - 1, s, m, l)[1]
-
-            l = lax.cond(work.steps > 0, some, lambda _: start[1], 0)
-        else:
-            _, l = lax.fori_loop(
-                0, work.steps, lambda step, carry: finish(step, scores(step), *carry), start
-            )
-        l_smem[group] = l
+        own_steps = _div(work.steps - turn + c.turns - 1, c.turns)
+        m, l = lax.fori_loop(0, own_steps, body, (_row_array(LOWEST), _row_array(0.0)))
+        m_smem[group, turn] = m
+        l_smem[group, turn] = l
         plgpu.commit_smem()
         plgpu.barrier_arrive(l_full.at[group])
-        _drain(p_empty, c.p_slots, work.steps, group * c.p_slots)
+        for slot in range(c.p_slots):
+
+            @pl.when((slot < work.steps) & (slot % c.turns == turn))
+            def _(slot=slot):
+                plgpu.barrier_wait(p_empty.at[group * c.p_slots + slot])
 
     @pl.when((wg >= softmax_wgs) & (wg < softmax_wgs + output_wgs))
     def _output_warpgroup():
@@ -509,7 +492,7 @@ def _split_kernel(
 
             def multiply(ref):
                 for piece in range(v_pieces):
-                    slot = _rem(step * v_pieces + piece, c.v_slots)
+                    slot = _slot(step, v_pieces, piece, c.v_slots)
                     rows, column = _value_piece(shape, piece)
                     plgpu.barrier_wait(v_full.at[half * c.v_slots + slot])
                     v_part = v_smem.at[half, slot]
@@ -522,21 +505,27 @@ def _split_kernel(
                     )
                     if piece:
                         plgpu.wgmma_wait(1)
-                        previous = _rem(step * v_pieces + piece - 1, c.v_slots)
+                        previous = _slot(step, v_pieces, piece - 1, c.v_slots)
                         plgpu.barrier_arrive(v_empty.at[half * c.v_slots + previous])
 
             acc = _accumulate(acc, multiply, interpret)
-            last = _rem(step * v_pieces + v_pieces - 1, c.v_slots)
+            last = _slot(step, v_pieces, v_pieces - 1, c.v_slots)
             plgpu.barrier_arrive(v_empty.at[half * c.v_slots + last])
             plgpu.barrier_arrive(p_empty.at[group * c.p_slots + p_slot])
             return acc
 
+        def denominator():
+            rows = plgpu.Layout.WGMMA.reduce(1)
+            m = [plgpu.load(m_smem.at[group, turn], layout=rows) for turn in range(c.turns)]
+            l = [plgpu.load(l_smem.at[group, turn], layout=rows) for turn in range(c.turns)]
+            last = functools.reduce(jnp.maximum, m)
+            return sum(l_turn * jnp.exp2(m_turn - last) for l_turn, m_turn in zip(l, m, strict=True))
+
         zero = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), plgpu.Layout.WGMMA)
         acc = lax.fori_loop(0, work.steps, body, zero)
         plgpu.barrier_wait(l_full.at[group])
-        l = plgpu.load(l_smem.at[group], layout=plgpu.Layout.WGMMA.reduce(1))
         _store(
-            shape, work, _group_token(shape, work, group), half, acc, l,
+            shape, work, _group_token(shape, work, group), half, acc, denominator(),
             q_smem.at[group, half], q_plain.at[group, half], out,
         )  # fmt: skip
 
@@ -550,20 +539,20 @@ def _split_kernel(
 
         def keys(step, piece):
             index = step * k_pieces + piece
-            slot = _rem(index, c.k_slots)
+            slot = _slot(step, k_pieces, piece, c.k_slots)
             source = k.at[
                 pl.ds(work.k_row + step * c.block_kv, c.block_kv),
                 work.kv_head,
                 piece * c.k_columns : (piece + 1) * c.k_columns,
             ]
             _load(
-                shape, source, k_smem.at[slot], k_full.at[slot], k_empty.at[slot],
-                index >= c.k_slots,
+                shape, source, k_smem.at[slot], k_full.at[_rem(step, c.turns) * c.k_slots + slot],
+                k_empty.at[slot], index >= c.k_slots,
             )  # fmt: skip
 
         def values(step, piece):
             index = step * v_pieces + piece
-            slot = _rem(index, c.v_slots)
+            slot = _slot(step, v_pieces, piece, c.v_slots)
             rows, column = _value_piece(shape, piece)
             for half in range(shape.halves):
                 first = half * HALF + column
@@ -590,6 +579,11 @@ def _split_kernel(
             _drain(v_empty, c.v_slots, work.steps * v_pieces, half * c.v_slots)
 
 
+def _slot(step: jax.Array, pieces: int, piece: int, slots: int) -> jax.Array:
+    """Slot of a tile's piece in a ring."""
+    return _rem(step * pieces + piece, slots)
+
+
 def _value_piece(shape: _Shape, piece: int) -> tuple[int, int]:
     """(first key row of the tile, first of the 256 columns) of a piece of values."""
     across = HALF // shape.config.v_columns
@@ -598,13 +592,11 @@ def _value_piece(shape: _Shape, piece: int) -> tuple[int, int]:
 
 def _registers(shape: _Shape) -> tuple[int, int]:
     """Registers a thread of the softmax and output warpgroups."""
-    warpgroups = shape.config.groups * (1 + shape.halves) + 1
-    return {3: (152, 208), 4: (144, 168), 5: (80, 160)}[warpgroups]
+    return {3: (152, 208), 4: (144, 168), 5: (72, 168)}[_warpgroups(shape)]
 
 
 def _registers_action(shape: _Shape, role: int) -> Any:
-    warpgroups = shape.config.groups * (1 + shape.halves) + 1
-    at_launch = 65536 // (128 * warpgroups) // 8 * 8
+    at_launch = 65536 // (128 * _warpgroups(shape)) // 8 * 8
     return "increase" if _registers(shape)[role] >= at_launch else "decrease"
 
 
@@ -746,15 +738,17 @@ def _split_scratch(shape: _Shape) -> list[Any]:
         _tiled(halves, c.v_slots, ROWS, c.v_columns),
         _tiled(groups, c.p_slots, ROWS, c.block_kv),
         plgpu.SMEM((groups, c.p_slots, ROWS), jnp.float32),
-        plgpu.SMEM((groups, ROWS), jnp.float32),
+        plgpu.SMEM((groups, c.turns, ROWS), jnp.float32),
+        plgpu.SMEM((groups, c.turns, ROWS), jnp.float32),
         plgpu.Barrier(num_arrivals=shape.group * halves, num_barriers=groups),
-        plgpu.Barrier(num_barriers=c.k_slots),
+        plgpu.Barrier(num_barriers=c.turns * c.k_slots),
         _freed(shape, groups, c.k_slots),
         plgpu.Barrier(num_barriers=halves * c.v_slots),
         _freed(shape, groups, halves * c.v_slots),
         plgpu.Barrier(num_barriers=groups * c.p_slots),
         plgpu.Barrier(num_arrivals=halves, num_barriers=groups * c.p_slots),
-        plgpu.Barrier(num_barriers=groups),
+        plgpu.Barrier(num_barriers=groups * c.turns),
+        plgpu.Barrier(num_arrivals=c.turns, num_barriers=groups),
     ]
 
 
@@ -777,7 +771,8 @@ def _joined_scratch(shape: _Shape) -> list[Any]:
 
 def _warpgroups(shape: _Shape) -> int:
     """Warpgroups of a block, the loading one included."""
-    softmax = shape.config.groups if shape.config.design == "split" else 0
+    c = shape.config
+    softmax = c.groups * c.turns if c.design == "split" else 0
     return softmax + shape.config.groups * shape.halves + 1
 
 
