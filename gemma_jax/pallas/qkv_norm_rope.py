@@ -137,7 +137,7 @@ def default_config(num_tokens: int, num_groups: int, head_dim: int) -> Config:
     """Prefill: 16 bytes a thread and load, and up to eight heads in flight. Decode: one head."""
     if num_tokens < 512:
         return Config(1, 1, 1)
-    return Config(max(512 // head_dim, 1), min(num_groups, 8), 1)
+    return Config(max(512 // head_dim, 1), max(min(num_groups, 8), 1), 1)
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,8 @@ def _kernel(*refs: Any, names: tuple[str, ...], plan: _Plan) -> None:
     tile = _Tile(pl.ds(start, block), inside, pl.program_id(1))
     if plan.v_head is None:
         return _queries(ref, tile, part, plan)
+    if plan.num_groups == 0:
+        return _keys(ref, tile, plan)
     pl.when(part < plan.parts - 1)(lambda: _queries(ref, tile, part, plan))
     pl.when(part == plan.parts - 1)(lambda: _keys(ref, tile, plan))
 
@@ -307,7 +309,9 @@ def _qkv_norm_rope_pallas(
     plan = _Plan(n, num_groups, h, v_head, config, eps, numerics, num_slots)
     inputs = {"qkv": qkv, "q_weight": q_weight, "cos": cos, "sin": sin}
     shape = jax.ShapeDtypeStruct
-    outputs = {"q": shape((n, num_kv_heads, num_groups, h), qkv.dtype)}
+    outputs = {}
+    if num_groups:
+        outputs["q"] = shape((n, num_kv_heads, num_groups, h), qkv.dtype)
     aliases = {}
     if k_weight is not None:
         inputs["k_weight"] = k_weight
@@ -334,7 +338,7 @@ def _qkv_norm_rope_pallas(
         num_stages=1,
         input_output_aliases=aliases,
     )
-    out = dict(zip(outputs, call(*inputs.values()), strict=True))
+    out = {"q": qkv[:, :, :num_groups]} | dict(zip(outputs, call(*inputs.values()), strict=True))
     if cache is not None and k_weight is not None:
         out["k_cache"] = out["k_cache"].reshape(cache.k.shape)
         out["v_cache"] = out["v_cache"].reshape(cache.v.shape)
@@ -365,7 +369,7 @@ def qkv_norm_rope(
       qkv: [N, K, C, H], the G query heads of a KV head, then its k head, then its v head.
       q_weight, k_weight: [H]; `k_weight` is None for a KV-shared layer, where C = G.
       cos, sin: [N, H/2] in the compute dtype.
-      num_groups: G.
+      num_groups: G; 0 where only k and v are wanted.
       has_v: whether an owner layer has a v head; otherwise v is made of the raw k head.
       eps: of the norms.
       cache: also stores k and v in place: donate its arrays, or XLA copies them first.
