@@ -130,6 +130,11 @@ class _Shape:
         return self.head_dim // HALF
 
     @property
+    def q_columns(self) -> int:
+        """Columns of a product of queries and keys."""
+        return self.config.k_columns if self.config.design == "split" else HALF
+
+    @property
     def tokens(self) -> int:
         """Tokens of one 64-row tile."""
         return ROWS // self.group
@@ -347,14 +352,14 @@ def _load_queries(shape: _Shape, work: _Work, q: Any, q_smem: Any, barrier: Any)
     for group in range(shape.config.groups):
         row = work.q_row + _group_token(shape, work, group)
         for g in range(shape.group):
-            for half in range(shape.halves):
+            for piece in range(shape.head_dim // shape.q_columns):
                 plgpu.copy_gmem_to_smem(
                     q.at[
                         pl.ds(row, shape.tokens),
                         work.head * shape.group + g,
-                        half * HALF : (half + 1) * HALF,
+                        piece * shape.q_columns : (piece + 1) * shape.q_columns,
                     ],
-                    q_smem.at[group, half, g * shape.tokens : (g + 1) * shape.tokens],
+                    q_smem.at[group, piece, g * shape.tokens : (g + 1) * shape.tokens],
                     barrier.at[group],
                 )
 
@@ -391,7 +396,7 @@ def _split_kernel(
     *, shape: _Shape, interpret: bool,
 ):  # fmt: skip
     c = shape.config
-    q_smem, q_plain = q_union
+    q_smem, o_smem, o_plain = q_union
     work = _work(shape, meta)
     wg = lax.axis_index("wg")
     k_pieces = shape.head_dim // c.k_columns
@@ -410,18 +415,18 @@ def _split_kernel(
 
         def scores(step):
             def multiply(acc):
-                for piece in range(k_pieces):
+                @pl.loop(0, k_pieces)
+                def _(piece):
                     slot = _slot(step, k_pieces, piece, c.k_slots)
-                    column = piece * c.k_columns
-                    q_part = q_smem.at[
-                        group, column // HALF, :, column % HALF : column % HALF + c.k_columns
-                    ]
                     plgpu.barrier_wait(k_full.at[turn * c.k_slots + slot])
-                    plgpu.wgmma(acc, q_part, k_smem.at[slot].transpose((1, 0)))
-                    if piece:
-                        plgpu.wgmma_wait(1)
+                    plgpu.wgmma(acc, q_smem.at[group, piece], k_smem.at[slot].transpose((1, 0)))
+                    plgpu.wgmma_wait(1)
+
+                    @pl.when(piece > 0)
+                    def _():
                         previous = _slot(step, k_pieces, piece - 1, c.k_slots)
                         plgpu.barrier_arrive(k_empty.at[previous])
+
                 return acc[...]
 
             s = pl.run_scoped(multiply, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
@@ -526,7 +531,7 @@ def _split_kernel(
         plgpu.barrier_wait(l_full.at[group])
         _store(
             shape, work, _group_token(shape, work, group), half, acc, denominator(),
-            q_smem.at[group, half], q_plain.at[group, half], out,
+            o_smem.at[group, half], o_plain.at[group, half], out,
         )  # fmt: skip
 
     @pl.when(wg == softmax_wgs + output_wgs)
@@ -579,7 +584,7 @@ def _split_kernel(
             _drain(v_empty, c.v_slots, work.steps * v_pieces, half * c.v_slots)
 
 
-def _slot(step: jax.Array, pieces: int, piece: int, slots: int) -> jax.Array:
+def _slot(step: jax.Array, pieces: int, piece: Any, slots: int) -> jax.Array:
     """Slot of a tile's piece in a ring."""
     return _rem(step * pieces + piece, slots)
 
@@ -610,7 +615,7 @@ def _joined_kernel(
     *, shape: _Shape, interpret: bool,
 ):  # fmt: skip
     c = shape.config
-    q_smem, q_plain = q_union
+    q_smem, o_smem, o_plain = q_union
     work = _work(shape, meta)
     wg = lax.axis_index("wg")
     compute_wgs = c.groups * shape.halves
@@ -675,7 +680,7 @@ def _joined_kernel(
         pl.when(wg == 0)(take_turn)
         _store(
             shape, work, token, half, acc, l,
-            q_smem.at[group, half], q_plain.at[group, half], out,
+            o_smem.at[group, half], o_plain.at[group, half], out,
         )  # fmt: skip
 
     @pl.when(wg == compute_wgs)
@@ -716,8 +721,15 @@ def _tiled(*shape: int) -> Any:
 
 def _query_memory(shape: _Shape) -> Any:
     """Queries, and in their place at the end the output: tiled, or plain to store single rows."""
-    size = (shape.config.groups, shape.halves, ROWS, HALF)
-    return plgpu.RefUnion(_tiled(*size), plgpu.SMEM(size, jnp.bfloat16))
+    groups, columns = shape.config.groups, shape.q_columns
+    size = (groups, shape.halves, ROWS, HALF)
+    queries = _tiled(groups, shape.head_dim // columns, ROWS, columns)
+    return plgpu.RefUnion(queries, _tiled(*size), plgpu.SMEM(size, jnp.bfloat16))
+
+
+def _q_full(shape: _Shape) -> Any:
+    copies = shape.group * (shape.head_dim // shape.q_columns)
+    return plgpu.Barrier(num_arrivals=copies, num_barriers=shape.config.groups)
 
 
 def _freed(shape: _Shape, arrivals: int, count: int) -> Any:
@@ -740,7 +752,7 @@ def _split_scratch(shape: _Shape) -> list[Any]:
         plgpu.SMEM((groups, c.p_slots, ROWS), jnp.float32),
         plgpu.SMEM((groups, c.turns, ROWS), jnp.float32),
         plgpu.SMEM((groups, c.turns, ROWS), jnp.float32),
-        plgpu.Barrier(num_arrivals=shape.group * halves, num_barriers=groups),
+        _q_full(shape),
         plgpu.Barrier(num_barriers=c.turns * c.k_slots),
         _freed(shape, groups, c.k_slots),
         plgpu.Barrier(num_barriers=halves * c.v_slots),
@@ -760,7 +772,7 @@ def _joined_scratch(shape: _Shape) -> list[Any]:
         _query_memory(shape),
         _tiled(*tiles),
         _tiled(*tiles),
-        plgpu.Barrier(num_arrivals=shape.group * shape.halves, num_barriers=c.groups),
+        _q_full(shape),
         plgpu.Barrier(num_arrivals=shape.halves, num_barriers=c.stages),
         _freed(shape, readers, c.stages),
         plgpu.Barrier(num_arrivals=shape.halves, num_barriers=c.stages),
