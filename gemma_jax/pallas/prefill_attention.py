@@ -62,7 +62,7 @@ def prefill_attention(
     Raises:
       UnsupportedError: the named implementation cannot take these inputs; says which and why.
     """
-    _check_shapes(q, k, v, segments, max_q_len, uniform)
+    _check_inputs(q, k, v, segments, max_q_len, uniform, numerics)
     if max_k_len is None:
         max_k_len = k.shape[0] // segments.q_offsets.shape[0] if uniform else k.shape[0]
     choices = _choices(q, k, v, window, numerics, max_k_len, uniform)
@@ -253,12 +253,12 @@ def _cudnn_unsupported(q, uniform: bool, numerics: Numerics, device: Device) -> 
 
 def _choices(q, k, v, window, numerics: Numerics, max_k_len: int, uniform: bool):
     vllm = numerics.matches_vllm and not numerics.is_float32
-    other_rounding = "rounds otherwise than vLLM"
+    wrong_rounding = "rounds otherwise than vLLM" if vllm else None
     lengths = {"max_k_len": max_k_len}
     return {
         "mosaic": Choice(
             mosaic.prefill_attention_mosaic,
-            lambda device: other_rounding if vllm else mosaic.unsupported(q, k, v, window, device),
+            lambda device: wrong_rounding or mosaic.unsupported(q, k, v, window, device),
         ),
         "cudnn": Choice(_cudnn, lambda device: _cudnn_unsupported(q, uniform, numerics, device)),
         "triton": Choice(
@@ -267,13 +267,15 @@ def _choices(q, k, v, window, numerics: Numerics, max_k_len: int, uniform: bool)
         ),
         "xla": Choice(
             functools.partial(_xla, uniform=uniform, **lengths),
-            lambda device: other_rounding if vllm else None,
+            lambda device: wrong_rounding,
         ),
         "reference": Choice(functools.partial(prefill_attention_reference, **lengths)),
     }
 
 
-def _check_shapes(q, k, v, segments: Segments, max_q_len: int, uniform: bool) -> None:
+def _check_inputs(
+    q, k, v, segments: Segments, max_q_len: int, uniform: bool, numerics: Numerics
+) -> None:
     problem = None
     batch = segments.q_offsets.shape[0]
     if q.ndim != 4 or k.ndim != 3 or k.shape != v.shape:
@@ -282,6 +284,8 @@ def _check_shapes(q, k, v, segments: Segments, max_q_len: int, uniform: bool) ->
         problem = f"q {q.shape} and k {k.shape} differ in key heads or head width"
     elif min(q.shape) < 1 or min(k.shape) < 1 or batch < 1:
         problem = f"q {q.shape}, k {k.shape}, {batch} sequences: nothing may be empty"
+    elif q.dtype in (jnp.bfloat16, jnp.float32) and q.dtype != numerics.jnp_dtype:
+        problem = f"q is {q.dtype}, the numerics are {numerics.dtype}"
     elif max_q_len < 1:
         problem = f"max_q_len={max_q_len}: needs at least 1"
     elif uniform and (q.shape[0] != k.shape[0] or q.shape[0] % batch):

@@ -1,9 +1,10 @@
 """`prefill_attention` through Pallas' Triton lowering: flash attention with grouped heads packed.
 
 One program takes a tile of query rows, tokens times the G heads that share a key head, and walks
-the tiles of keys that any of its rows can see; tiles outside are never loaded. Without a window only
-the tiles on the causal diagonal are masked. A running maximum and sum make the softmax (Milakov and
-Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
+the tiles of keys that any of its rows can see; tiles outside are never loaded. Without a window
+only the tiles on the causal diagonal are masked. A running maximum and sum make the softmax
+(Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135). Neighbouring
+programs take neighbouring tiles of one sequence, which share keys in the L2 cache.
 
 Scores and sums are float32; weights are rounded to the compute dtype before they are normalised,
 the output once. With vLLM's rounding a tile is 32 keys and starts at a multiple of 32, which makes
@@ -25,7 +26,7 @@ from jax.experimental import pallas as pl
 from gemma_jax.errors import UnsupportedError
 from gemma_jax.numerics import MASK_VALUE, Numerics
 from gemma_jax.pallas import triton_api as triton
-from gemma_jax.pallas.device import Device, current_device
+from gemma_jax.pallas.device import SHARED_MEMORY, Device, current_device
 from gemma_jax.pallas.dispatch import needs_gpu_or_interpreter
 from gemma_jax.pallas.segments import Segments
 
@@ -44,8 +45,6 @@ class Config:
       k_rows: keys of a tile; a power of two.
       num_warps, num_stages: of Triton.
       chunk: columns of a head taken at once; a narrower chunk saves registers and reads q again.
-      tiles_first: neighbouring programs take neighbouring tiles, which share keys in L2; otherwise
-        they take one tile of each sequence, so that no long one comes last.
     """
 
     q_rows: int
@@ -53,43 +52,45 @@ class Config:
     num_warps: int
     num_stages: int
     chunk: int
-    tiles_first: bool = False
 
 
-# (major version of the compute capability, head width, windowed); no tile spills.
+# (major version of the compute capability, head width)
 _TILES = {
-    (8, 256, True): Config(64, 64, 8, 2, 256, tiles_first=True),
-    (8, 256, False): Config(64, 64, 8, 2, 256),
-    (8, 512, True): Config(32, 64, 8, 1, 128, tiles_first=True),
-    (8, 512, False): Config(32, 64, 8, 1, 128),
-    (9, 256, True): Config(64, 32, 4, 2, 256, tiles_first=True),
-    (9, 256, False): Config(64, 32, 4, 2, 256),
-    (9, 512, True): Config(64, 64, 8, 1, 512, tiles_first=True),
-    (9, 512, False): Config(64, 64, 8, 1, 512, tiles_first=True),
+    (8, 256): Config(64, 64, 8, 2, 256),
+    (8, 512): Config(32, 64, 8, 1, 128),
+    (9, 256): Config(64, 32, 4, 2, 256),
+    (9, 512): Config(64, 64, 8, 1, 512),
 }
 _FLOAT32 = Config(16, 16, 8, 1, 128)
+_LITTLE_SHARED = Config(32, 64, 8, 1, 128)
 _INTERPRETED = Config(32, 32, 4, 1, 256)
 
 
-def default_config(
-    head_dim: int, groups: int, window: int | None, numerics: Numerics, device: Device
-) -> Config:
+def default_config(head_dim: int, groups: int, numerics: Numerics, device: Device) -> Config:
     """The tile of a shape: tuned on an H200, for an A100 the largest that does not spill."""
-    config = _base_config(head_dim, window, numerics, device)
+    config = _base_config(head_dim, numerics, device)
     tall = max(config.q_rows, pl.next_power_of_2(groups))
     config = replace(config, q_rows=tall, chunk=min(config.chunk, head_dim))
     if numerics.matches_vllm and not numerics.is_float32:
-        return replace(config, k_rows=VLLM_TILE, num_stages=2)
+        stages = 1 if _has_little_shared_memory(device) else 2
+        return replace(config, k_rows=VLLM_TILE, num_stages=stages)
     return config
 
 
-def _base_config(head_dim: int, window: int | None, numerics: Numerics, device: Device) -> Config:
+def _base_config(head_dim: int, numerics: Numerics, device: Device) -> Config:
     if numerics.is_float32:
         return _FLOAT32
     if device.capability is None:
         return _INTERPRETED
-    major = 9 if device.at_least(9) and device.shared_memory >= 200_000 else 8
-    return _TILES[major, 256 if head_dim <= 256 else 512, window is not None]
+    if _has_little_shared_memory(device):
+        return _LITTLE_SHARED
+    major = 9 if device.shared_memory >= SHARED_MEMORY[9, 0] else 8
+    return _TILES[major, 256 if head_dim <= 256 else 512]
+
+
+def _has_little_shared_memory(device: Device) -> bool:
+    """Consumer cards, and those that are not known."""
+    return device.is_gpu and device.shared_memory < SHARED_MEMORY[8, 0]
 
 
 class _Rows(NamedTuple):
@@ -136,7 +137,7 @@ def _prefill_attention_kernel(
     numerics: Numerics,
     config: Config,
 ):
-    tile, b, head = _program(sizes, config)
+    tile, b, head = _program(sizes)
     q_offset, q_length = triton.load(q_offsets_ref.at[b]), triton.load(q_lengths_ref.at[b])
     k_offset, k_length = triton.load(k_offsets_ref.at[b]), triton.load(k_lengths_ref.at[b])
     rows = _query_rows(tile, head, q_offset, q_length, k_length, sizes, window, config)
@@ -160,11 +161,9 @@ def _prefill_attention_kernel(
     _zero_gap(out_ref, tile, head, q_offset + q_length, gap_end, sizes, config)
 
 
-def _program(sizes: _Sizes, config: Config) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _program(sizes: _Sizes) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(tile, sequence, key head); later tiles see more keys and start first."""
-    i, j, k = (pl.program_id(axis) for axis in range(3))
-    tile, b, head = (i, j, k) if config.tiles_first else (k, i, j)
-    return sizes.tiles - 1 - tile, b, head
+    return sizes.tiles - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
 
 
 def _tokens(tile, sizes: _Sizes, config: Config) -> tuple[jax.Array, jax.Array]:
@@ -367,11 +366,10 @@ def prefill_attention_triton(
     if reason is not None:
         raise UnsupportedError(f"prefill_attention: triton: {reason}")
     rows, num_kv, groups, head_dim = q.shape
-    config = config or default_config(head_dim, groups, window, numerics, device)
+    config = config or default_config(head_dim, groups, numerics, device)
     _check_config(config, groups, head_dim, numerics)
     tiles = pl.cdiv(max_q_len, config.q_rows // groups)
     sizes = _Sizes(rows, segments.q_offsets.shape[0], num_kv, groups, head_dim, tiles)
-    heads = (num_kv, sizes.batch)
     kernel = functools.partial(
         _prefill_attention_kernel, sizes=sizes, window=window, numerics=numerics, config=config
     )
@@ -379,7 +377,7 @@ def prefill_attention_triton(
         kernel,
         name=f"prefill_attention_{head_dim}",
         out_shape=jax.ShapeDtypeStruct((rows * num_kv * groups, head_dim), q.dtype),
-        grid=(tiles, *heads[::-1]) if config.tiles_first else (*heads[::-1], tiles),
+        grid=(tiles, sizes.batch, num_kv),
         in_specs=[triton.whole()] * 7,
         out_specs=triton.whole(),
         num_warps=config.num_warps,

@@ -24,6 +24,7 @@ EDGES = {case.name: case for case in CASES if not case.bench}
 HF, FLOAT32, VLLM = Numerics(), Numerics("float32"), Numerics(rounding="vllm")
 H200 = Device("NVIDIA H200", (9, 0), 132)
 A100 = Device("NVIDIA A100", (8, 0), 108)
+A10 = Device("NVIDIA A10", (8, 6), 72)
 V100 = Device("NVIDIA V100", (7, 0), 80)
 
 
@@ -207,11 +208,11 @@ def test_vllm_rounding_is_that_of_the_model(implementation, window, past):
 # --- tiles and refusals ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", [A100, H200, Device("cpu", None)], ids=lambda d: d.kind)
+@pytest.mark.parametrize("device", [A10, A100, H200, Device("cpu", None)], ids=lambda d: d.kind)
 @pytest.mark.parametrize("numerics", [HF, FLOAT32, VLLM], ids=str)
 def test_every_tile_of_a_preset_divides_its_head(device, numerics):
     layers = [layer for config in PRESETS.values() for layer in config.layers]
-    for heads in {(layer.head_dim, layer.num_groups, layer.window) for layer in layers}:
+    for heads in {(layer.head_dim, layer.num_groups) for layer in layers}:
         config = triton.default_config(*heads, numerics, device)
         triton._check_config(config, heads[1], heads[0], numerics)
         for size in (config.q_rows, config.k_rows, config.chunk):
@@ -256,7 +257,7 @@ def test_old_gpu_and_bad_tiles_are_refused():
     q, k, v = arrays()
     assert "7.0" in (triton.unsupported(q, k, v, None, V100) or "")
     assert triton.unsupported(q, k, v, None, A100) is None
-    good = triton.default_config(16, 2, None, HF, A100)
+    good = triton.default_config(16, 2, HF, A100)
     segments = Segments.padded(jnp.array([4, 3]), 4)
     for config, numerics, said in [
         (replace(good, q_rows=1), HF, "q_rows=1"),
@@ -275,6 +276,7 @@ def test_old_gpu_and_bad_tiles_are_refused():
         ({"k": jnp.zeros((8, 2, 16))}, "differ in key heads"),
         ({"k": jnp.zeros((8, 16))}, "needs"),
         ({"max_q_len": 0}, "max_q_len=0"),
+        ({"numerics": FLOAT32}, "q is bfloat16, the numerics are float32"),
         ({"uniform": True, "segments": Segments.packed(jnp.array([4, 2, 2]))}, "uniform"),
     ],
 )
