@@ -65,6 +65,7 @@ class Config:
       stages: joined: key and value tiles in flight.
       ping_pong: joined: one warpgroup's softmax runs under the other's products by a barrier.
       cluster: blocks that share their loads, 1 or 2.
+      auto_barriers: the compiler orders each access of shared memory by a barrier of its own.
       tile_major: last query tiles of all sequences first, rather than one sequence after another.
     """
 
@@ -81,6 +82,7 @@ class Config:
     ping_pong: bool = False
     cluster: int = 1
     tile_major: bool = True
+    auto_barriers: bool = True
 
 
 def default_config(head_dim: int) -> Config:
@@ -836,7 +838,9 @@ def prefill_attention_mosaic(
         thread_name="wg",
         kernel_name="prefill_attention_mosaic",
         interpret=None if device.is_gpu else plgpu.InterpretGPUParams(),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=not shape.config.auto_barriers
+        ),
         **cluster,
     )(meta, q.reshape(rows, kv_heads * group, head_dim), k, v)
     return out.reshape(q.shape)
