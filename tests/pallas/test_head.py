@@ -25,7 +25,7 @@ def test_two_passes_equal_the_reference(case, implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*EDGES.values(), *CASES[:4]], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op}: {case.name}")
 def test_compiled_two_passes_equal_the_reference(case):
     check_equal(case, "triton")
 
