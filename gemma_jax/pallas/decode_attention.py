@@ -168,12 +168,13 @@ def default_config(
       device: what it will run on.
     """
     wide = head_dim > 256
+    packed = min(max(_MIN_ROWS, pl.next_power_of_2(rows)), 2 * _MIN_ROWS)
     tile = 64 if itemsize == 2 else 16
-    warps = 8 if wide else 4
-    packed = min(max(_MIN_ROWS, pl.next_power_of_2(rows)), 32)
+    if wide and packed > _MIN_ROWS and itemsize == 2:
+        tile = 32  # sm_80 has no shared memory for 64 keys besides 32 queries of width 512
     splits = _splits(programs * -(-rows // packed), -(-span // tile), device)
     combine = "last" if splits <= 16 else "kernel"
-    return Config(tile, warps, 2, splits, combine, packed)
+    return Config(tile, 8 if wide else 4, 2, splits, combine, packed)
 
 
 def _splits(programs: int, tiles: int, device: Device) -> int:
@@ -221,8 +222,9 @@ class _Plan:
 
     @property
     def merged_rows(self) -> int:
-        """Query rows that the last program merges at a time: 64 KiB, to fit its registers."""
-        fitting = (64 << 10) // (4 * self.head_dim * self.kept_splits)
+        """Query rows that the last program merges at a time: half of its registers."""
+        registers = self.config.num_warps * 32 * 128
+        fitting = registers // (self.head_dim * self.kept_splits)
         return min(self.kept_rows, max(1, fitting))
 
     @property
@@ -524,13 +526,19 @@ def _finish(plan: _Plan, p: _Program, refs: dict[str, Any], split, state: State)
 
     @pl.when(arrived == p.live - 1)
     def _merge() -> None:
-        for first in range(0, plan.kept_rows, plan.merged_rows):
-            _merge_rows(plan, p, refs, first, plan.merged_rows, every)
+        count = plan.merged_rows
+        firsts = range(0, plan.kept_rows, count)
+        merged = [_merged_rows(plan, p, refs, first, count, every) for first in firsts]
+        for first, (out, total) in zip(firsts, merged, strict=True):  # after all loads
+            rows, valid, _ = _query_rows(plan, p, first, count)
+            _store_output(refs, out, total, rows, valid, every)
         refs["counters"][p.index] = 0  # as the next call expects it
 
 
-def _merge_rows(plan: _Plan, p: _Program, refs: dict[str, Any], first, count: int, columns) -> None:
-    """Merges the live splits of `count` query rows from `first` of a block, some columns."""
+def _merged_rows(
+    plan: _Plan, p: _Program, refs: dict[str, Any], first: Any, count: int, columns: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Output [count, columns] and sum [count] over the live splits, of rows of a block."""
     splits, some = plan.kept_splits, pl.ds(first, count)
     live = jnp.broadcast_to(jnp.arange(splits)[:, None] < p.live, (splits, count))
     each = pl.ds(0, splits)
@@ -540,9 +548,7 @@ def _merge_rows(plan: _Plan, p: _Program, refs: dict[str, Any], first, count: in
     wide = (splits, count, columns.size)
     mask = jnp.broadcast_to(live[:, :, None], wide)
     part = tt.load(refs["partial"].at[p.index, each, some, columns], mask=mask, other=0.0)
-    out = jnp.sum(part * scale[:, :, None], axis=0)
-    rows, valid, _ = _query_rows(plan, p, first, count)
-    _store_output(refs, out, jnp.sum(total * scale, axis=0), rows, valid, columns)
+    return jnp.sum(part * scale[:, :, None], axis=0), jnp.sum(total * scale, axis=0)
 
 
 def _store_output(refs: dict[str, Any], out, total, rows, valid, columns) -> None:
@@ -556,7 +562,10 @@ def _combine_kernel(*args: Any, plan: _Plan, width: int) -> None:
     names = ("lengths", "top", "total", "partial", "out")
     refs: dict[str, Any] = dict(zip(names, args, strict=True))
     p = _program(plan, pl.program_id(0), refs["lengths"])
-    _merge_rows(plan, p, refs, pl.program_id(1), 1, pl.ds(pl.program_id(2) * width, width))
+    first, columns = pl.program_id(1), pl.ds(pl.program_id(2) * width, width)
+    out, total = _merged_rows(plan, p, refs, first, 1, columns)
+    rows, valid, _ = _query_rows(plan, p, first, 1)
+    _store_output(refs, out, total, rows, valid, columns)
 
 
 def _problem(
