@@ -10,13 +10,14 @@ Nothing but the reading of w counts, so each design keeps many weight loads in f
   K into S parts that become S·R rows of the left and S·B columns of the right operand; only the
   products of equal parts are summed. So few output rows still fill a tile of 64.
 
-The first weight loads of "rows" do not depend on x and are issued before the prologue that
-computes it. The prologue is repeated by every block; block 0 stores the residual stream.
+The prologue that computes x from the residual stream is repeated by every block. The first weight
+loads of "rows" do not depend on it and are issued before; "dot" needs x in memory: every block
+writes the same values to one buffer and reads back what it wrote. Block 0 stores the new stream.
 """
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from jax.experimental import pallas as pl
 
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas import triton_api as triton
-from gemma_jax.pallas.device import Device
+from gemma_jax.pallas.device import Device, current_device
 from gemma_jax.pallas.dispatch import needs_gpu_or_interpreter
 from gemma_jax.pallas.rms_norm import inverse_root
 
@@ -143,13 +144,17 @@ def _span(start: Any, width: int) -> jax.Array:
     return start + jnp.arange(width)
 
 
-def _load(ref: Any, row: Sequence[int], start: int, width: int, spec: Spec) -> jax.Array:
-    """A chunk of a vector or a row; elements past the end of K read 0."""
+def _load(
+    ref: Any, row: tuple[Any, ...], start: int, width: int, spec: Spec, inside: Any = None
+) -> jax.Array:
+    """A chunk of a vector or of rows in float32; what lies outside reads 0."""
     index = _span(start, width)
-    at = ref.at[(*row, index)]
-    if start + width <= spec.k:
-        return triton.load(at)
-    return triton.load(at, mask=index < spec.k, other=0)
+    masks = [] if inside is None else [jnp.broadcast_to(inside, (inside.shape[0], width))]
+    if start + width > spec.k:
+        masks.append(jnp.broadcast_to(index < spec.k, masks[0].shape if masks else (width,)))
+    mask = functools.reduce(operator.and_, masks) if masks else None
+    value = triton.load(ref.at[(*row, index)], mask=mask, other=0 if masks else None)
+    return value.astype(jnp.float32)
 
 
 def _load_weights(w: Any, row: jax.Array, column: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -171,50 +176,70 @@ def _tile(
     return [_load_weights(w, p * spec.n + row, column, mask) for p in range(spec.parts)]
 
 
-# --- prologue of "rows" --------------------------------------------------------------------------
+# --- prologue ------------------------------------------------------------------------------------
 
 Chunks = list[jax.Array]
 
 
-def _prologue(refs: Operands, h_out: Any, spec: Spec, width: int) -> list[Chunks]:
-    """x of each row in chunks [width] of float32; block 0 stores the residual stream."""
+def _prologue(
+    refs: Operands, h_out: Any, rows: tuple[Any, ...], inside: Any, width: int, spec: Spec
+) -> Chunks:
+    """x of `rows` in chunks of float32, [width] of one row or [G, width] of several.
 
-    def load(ref: Any, *row: int) -> Chunks:
-        starts = range(0, spec.k, width)
-        return [_load(ref, row, s, width, spec).astype(jnp.float32) for s in starts]
+    Args:
+      rows: index of the leading axis: () of a vector is (b,) here or ([G, 1],).
+      inside: None, or [G, 1]: which rows exist.
+    """
+    starts = range(0, spec.k, width)
+
+    def load(ref: Any, *row: Any) -> Chunks:
+        mask = inside if row else None
+        return [_load(ref, row, start, width, spec, mask) for start in starts]
 
     post, pre = (None if ref is None else load(ref) for ref in (refs.post, refs.pre))
-    factor = None if refs.factor is None else refs.factor[0].astype(jnp.float32)
-    rows = []
-    for b in range(spec.batch):
-        h = load(refs.h, b)
-        if refs.y is not None:
-            y = _normed(load(refs.y, b), post, spec)
-            h = [triton.rounded(a + c, spec.numerics) for a, c in zip(h, y, strict=True)]
-        if factor is not None:
-            h = [triton.rounded(chunk * factor, spec.numerics) for chunk in h]
-        if h_out is not None:
-            _store_h(h_out, b, h, width, spec)
-        rows.append(h if pre is None else _normed(h, pre, spec))
-    return rows
+    h = load(refs.h, *rows)
+    if refs.y is not None:
+        y = _normed(load(refs.y, *rows), post, spec)
+        h = [triton.rounded(a + c, spec.numerics) for a, c in zip(h, y, strict=True)]
+    if refs.factor is not None:
+        factor = refs.factor[0].astype(jnp.float32)
+        h = [triton.rounded(chunk * factor, spec.numerics) for chunk in h]
+    if h_out is not None:
+        first = pl.program_id(0) == 0
+        _store(h_out, rows, h, first if inside is None else first & inside, width, spec)
+    return h if pre is None else _normed(h, pre, spec)
 
 
 def _normed(chunks: Chunks, weight: Chunks | None, spec: Spec) -> Chunks:
-    """RMS norm of a row, rounded once. Chunks are added first: one sum across threads."""
+    """RMS norm over the last axis, rounded once. Chunks are added first: one sum over threads."""
     squares = functools.reduce(operator.add, [c * c for c in chunks])
-    root = inverse_root(jnp.sum(squares), spec.k, spec.eps)
+    root = inverse_root(jnp.sum(squares, axis=-1, keepdims=squares.ndim > 1), spec.k, spec.eps)
     scaled = [c * root for c in chunks]
     if weight is not None:
         scaled = [c * w for c, w in zip(scaled, weight, strict=True)]
     return [triton.rounded(c, spec.numerics) for c in scaled]
 
 
-def _store_h(h_out: Any, b: int, h: Chunks, width: int, spec: Spec) -> None:
-    first = pl.program_id(0) == 0
-    for start, chunk in zip(range(0, spec.k, width), h, strict=True):
+def _store(
+    ref: Any, rows: tuple[Any, ...], chunks: Chunks, inside: Any, width: int, spec: Spec
+) -> None:
+    for start, chunk in zip(range(0, spec.k, width), chunks, strict=True):
         index = _span(start, width)
-        mask = (index < spec.k) & first
-        triton.store(h_out.at[b, index], chunk.astype(h_out.dtype), mask=mask)
+        mask = (index < spec.k) & inside
+        triton.store(ref.at[(*rows, index)], chunk.astype(ref.dtype), mask=mask)
+
+
+def _write_x(refs: Operands, h_out: Any, x_out: Any, spec: Spec) -> None:
+    """Fills x_out [B, K], as many rows at a time as fit in registers."""
+    width = 512
+    group = min(pl.next_power_of_2(spec.batch), 1 << max(0, (8192 // spec.k).bit_length() - 1))
+    for first in range(0, spec.batch, group):
+        row = (first + jnp.arange(group))[:, None]
+        inside = row < spec.batch
+        x = _prologue(refs, h_out, (row,), inside, width, spec)
+        _store(x_out, (row,), x, inside, width, spec)
+    if current_device().is_gpu:  # The interpreter runs a block in order and has no barrier.
+        triton.debug_barrier()
 
 
 # --- epilogue ------------------------------------------------------------------------------------
@@ -262,7 +287,7 @@ def _rows_kernel(refs: Operands, h_out: Any, out: Any, config: Config, spec: Spe
         )
 
     first = tuple(load(i) for i in range(config.ahead))
-    x = _prologue(refs, h_out, spec, width)
+    x = [_prologue(refs, h_out, (b,), None, width, spec) for b in range(spec.batch)]
 
     def body(i: Any, tiles: tuple[Any, ...]) -> tuple[Any, ...]:
         following = load(i + config.ahead)
@@ -304,14 +329,18 @@ def _columns_kernel(refs: Operands, out: Any, config: Config, spec: Spec) -> Non
         _finish(refs, out, (b, row), row < spec.n, products, spec)
 
 
-def _dot_kernel(refs: Operands, h_out: Any, out: Any, config: Config, spec: Spec) -> None:
+def _dot_kernel(
+    refs: Operands, h_out: Any, x_out: Any, out: Any, config: Config, spec: Spec
+) -> None:
     s, rows, width = config.segments, config.rows, config.width
     left = pl.program_id(0) * rows * s + jnp.arange(rows * s)
     columns = max(pl.next_power_of_2(spec.batch), 16 // s)
     mask = None
     if spec.n % rows:
         mask = jnp.broadcast_to((left < spec.n * s)[:, None], (rows * s, width))
-    x_of = _right_operand(refs, h_out, columns, config, spec)
+    if x_out is not None:
+        _write_x(refs, h_out, x_out, spec)
+    x_of = _right_operand(refs.h if x_out is None else x_out, columns, config, spec)
 
     def product(p: int, start: Any, x: jax.Array) -> jax.Array:
         weights = _load_weights(refs.w, p * spec.n * s + left, _span(start, width), mask)
@@ -340,67 +369,18 @@ def _sum_of_equal_segments(total: jax.Array, rows: int, columns: int, s: int) ->
     return jnp.sum(total.reshape(rows, columns, s), axis=2)
 
 
-def _right_operand(
-    refs: Operands, h_out: Any, columns: int, config: Config, spec: Spec
-) -> Callable[[Any], jax.Array]:
-    """The function that gives x [columns·S, width] from a start on, in the compute dtype.
-
-    With a prologue, x is computed anew for each chunk from h, y and the sums of squares.
-    """
+def _right_operand(x: Any, columns: int, config: Config, spec: Spec) -> Callable[[Any], jax.Array]:
+    """The function that loads x [columns·S, width] from a start on."""
     s, width = config.segments, config.width
-    length = spec.k // s
     right = jnp.arange(columns * s)
-    batch, offset = right // s, right % s * length
+    batch, offset = right // s, right % s * (spec.k // s)
     mask = jnp.broadcast_to((batch < spec.batch)[:, None], (right.size, width))
-    stored = mask & (pl.program_id(0) == 0)
 
-    def at(start: Any) -> tuple[jax.Array, jax.Array]:
-        return batch[:, None], offset[:, None] + _span(start, width)[None, :]
+    def load(start: Any) -> jax.Array:
+        at = x.at[batch[:, None], offset[:, None] + _span(start, width)[None, :]]
+        return triton.load(at, mask=mask, other=0)
 
-    def matrix(ref: Any, start: Any) -> jax.Array:
-        return triton.load(ref.at[at(start)], mask=mask, other=0).astype(jnp.float32)
-
-    def scaled(chunk: jax.Array, root: jax.Array, ref: Any, start: Any) -> jax.Array:
-        weight = triton.load(ref.at[at(start)[1]]).astype(jnp.float32)
-        return triton.rounded(chunk * root * weight, spec.numerics)
-
-    def root_of(chunk_of: Callable[[Any], jax.Array]) -> jax.Array:
-        def body(i: Any, total: jax.Array) -> jax.Array:
-            chunk = chunk_of(i * width)
-            return total + jnp.sum(chunk * chunk, axis=1)
-
-        total = lax.fori_loop(0, length // width, body, jnp.zeros(right.size, jnp.float32))
-        if s > 1:
-            total = jnp.sum(total.reshape(columns, s), axis=1)
-            total = jnp.broadcast_to(total[:, None], (columns, s)).reshape(columns * s)
-        return inverse_root(total, spec.k, spec.eps)[:, None]
-
-    if not _has_prologue(refs):
-        return lambda start: triton.load(refs.h.at[at(start)], mask=mask, other=0)
-    factor = None if refs.factor is None else refs.factor[0].astype(jnp.float32)
-    y_root = None if refs.y is None else root_of(lambda start: matrix(refs.y, start))
-
-    def h_of(start: Any) -> jax.Array:
-        h = matrix(refs.h, start)
-        if y_root is not None:
-            update = scaled(matrix(refs.y, start), y_root, refs.post, start)
-            h = triton.rounded(h + update, spec.numerics)
-        return h if factor is None else triton.rounded(h * factor, spec.numerics)
-
-    def h_stored(start: Any) -> jax.Array:
-        h = h_of(start)
-        if h_out is not None:
-            triton.store(h_out.at[at(start)], h.astype(h_out.dtype), mask=stored)
-        return h
-
-    if refs.pre is None:
-        return lambda start: h_stored(start).astype(refs.h.dtype)
-    h_root = root_of(h_stored)
-    return lambda start: scaled(h_of(start), h_root, refs.pre, start).astype(refs.h.dtype)
-
-
-def _has_prologue(operands: Operands) -> bool:
-    return any(x is not None for x in (operands.y, operands.factor, operands.pre))
+    return load
 
 
 # --- call ----------------------------------------------------------------------------------------
@@ -408,13 +388,16 @@ def _has_prologue(operands: Operands) -> bool:
 
 def _kernel(*flat: Any, names: list[str], config: Config, spec: Spec) -> None:
     refs = Operands(**dict(zip(names, flat, strict=False)))
-    h_out, out = flat[-2] if spec.stores_h else None, flat[-1]
+    outputs = list(flat[len(names) :])
+    out = outputs.pop()
+    h_out = outputs.pop(0) if spec.stores_h else None
+    x_out = outputs.pop() if outputs else None
     if config.design == "rows":
         _rows_kernel(refs, h_out, out, config, spec)
     elif config.design == "columns":
         _columns_kernel(refs, out, config, spec)
     else:
-        _dot_kernel(refs, h_out, out, config, spec)
+        _dot_kernel(refs, h_out, x_out, out, config, spec)
 
 
 def grid_of(config: Config, spec: Spec) -> tuple[int]:
@@ -427,14 +410,20 @@ def call(
     operands: Operands, config: Config, spec: Spec, name: str
 ) -> tuple[jax.Array | None, jax.Array]:
     """The new residual stream [B, K] if there is one, and the result [B, N]."""
+    if config.design == "dot" and spec.k % (config.segments * config.width):
+        raise ValueError(f"{config}: does not divide K = {spec.k}")
     names = operands.names()
     arrays = {n: getattr(operands, n) for n in names}
     s = config.segments
     arrays["w"] = operands.w.reshape(spec.parts * spec.n * s, spec.k // s)
     dtype = operands.h.dtype
     shapes = [jax.ShapeDtypeStruct((spec.batch, spec.n), dtype)]
+    stream = jax.ShapeDtypeStruct((spec.batch, spec.k), dtype)
+    has_prologue = any(x is not None for x in (operands.y, operands.factor, operands.pre))
+    if has_prologue and config.design == "dot":
+        shapes.insert(0, stream)
     if spec.stores_h:
-        shapes.insert(0, jax.ShapeDtypeStruct((spec.batch, spec.k), dtype))
+        shapes.insert(0, stream)
     outputs = triton.pallas_call(
         functools.partial(_kernel, names=names, config=config, spec=spec),
         name=name,
