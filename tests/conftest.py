@@ -18,6 +18,8 @@ FIXED_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
+    # XLA's threads on a CPU: interpreted Mosaic kernels block one for each warpgroup that waits.
+    "NPROC": "16",
 }
 
 WARNING_FILTERS = (
@@ -49,10 +51,22 @@ def pytest_configure(config):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count}".strip()
     for line in WARNING_FILTERS:
         config.addinivalue_line("filterwarnings", line)
+    if _selects(config, "aot"):
+        _report_resources()
     if _selects(config, "parity") and importlib.util.find_spec("torch") is None:
         raise pytest.UsageError(
             "-m parity needs torch and transformers: uv run --extra parity pytest -m parity"
         )
+
+
+def _report_resources():
+    """Let ptxas say what each kernel takes; XLA reads these when it starts."""
+    from gemma_jax.testing import aot
+
+    if not aot.available():
+        raise pytest.UsageError("-m aot needs the CUDA plugin: uv run --group aot pytest -m aot")
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {aot.ENVIRONMENT['XLA_FLAGS']}".strip()
+    os.environ.update(aot.ENVIRONMENT, XLA_FLAGS=flags, JAX_ENABLE_COMPILATION_CACHE="false")
 
 
 def _selects(config, marker):
@@ -61,11 +75,12 @@ def _selects(config, marker):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the slow and parity tests, unless -m or a test's own name asks for them."""
+    """Leave out the slow, parity and aot tests, unless -m or a test's own name asks for them."""
     if config.option.markexpr or any("::" in arg for arg in config.args):
         return
     apart = [item for item in items if item.get_closest_marker("slow")]
-    apart += [item for item in items if item.get_closest_marker("parity") and item not in apart]
+    for marker in ("parity", "aot"):
+        apart += [x for x in items if x.get_closest_marker(marker) and x not in apart]
     if apart:
         config.hook.pytest_deselected(items=apart)
         items[:] = [item for item in items if item not in apart]

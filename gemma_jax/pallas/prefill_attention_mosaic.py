@@ -19,8 +19,8 @@ for both: at 64 rows a block L2 bandwidth would otherwise bound the kernel. TMA 
 that are multiples of 8, so tiles start at rows rounded down to 8 and the rows before a sequence are
 masked like those behind it.
 
-Limits: N and M multiples of 8; G divides 64; rows past `q_lengths` are written as zeros up to the
-next sequence, and up to `max_q_len` rows behind the last one.
+Limits: N and M are multiples of 8 and at least 64, G divides 64. Rows of no sequence are written as
+zeros, except those before the first sequence, which are undefined.
 """
 
 import functools
@@ -36,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gemma_jax.errors import UnsupportedError
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas.device import Device, current_device
+from gemma_jax.pallas.device import SHARED_MEMORY, Device, current_device
 from gemma_jax.pallas.segments import Segments
 
 ROWS = 64
@@ -106,6 +106,8 @@ def unsupported(
         return f"needs query heads per key head that divide {ROWS}, got {group}"
     if rows % ALIGN or k.shape[0] % ALIGN:
         return f"needs multiples of {ALIGN} query and key rows, got {rows} and {k.shape[0]}"
+    if min(rows, k.shape[0]) < ROWS:
+        return f"needs {ROWS} query and key rows, got {rows} and {k.shape[0]}"
     if window is not None and window < 1:
         return f"needs a positive window, got {window}"
     return None
@@ -193,9 +195,19 @@ def _floor8(x: jax.Array) -> jax.Array:
     return _div(x, ALIGN) * ALIGN
 
 
-def _work(shape: _Shape, meta: Any) -> _Work:
-    """The work of this block: heaviest query tiles first."""
-    index = lax.axis_index("tile")
+def _meta(segments: Segments, rows: int) -> jax.Array:
+    """[5, B]: the segments, and where the rows that each must write end."""
+    ends = jnp.concatenate([segments.q_offsets[1:], jnp.full((1,), rows, jnp.int32)])
+    return jnp.stack([*segments, ends]).astype(jnp.int32)
+
+
+def _own_work(shape: _Shape, meta: Any) -> _Work:
+    block = lax.axis_index("block") if shape.config.cluster > 1 else jnp.int32(0)
+    return _work(shape, meta, lax.axis_index("tile"), block)
+
+
+def _work(shape: _Shape, meta: Any, index: jax.Array, block: jax.Array) -> _Work:
+    """The work of a block of cluster `index`: heaviest query tiles first."""
     pairs = shape.heads * shape.batch
     if shape.config.tile_major:
         tile, pair = shape.tiles - 1 - _div(index, pairs), _rem(index, pairs)
@@ -215,7 +227,6 @@ def _work(shape: _Shape, meta: Any) -> _Work:
     k_low = _floor8(k_shift + first_key)
     keys = k_shift + position + high + 1 - k_low
     steps = jnp.maximum(_div(keys + shape.config.block_kv - 1, shape.config.block_kv), 0)
-    block = lax.axis_index("block") if shape.config.cluster > 1 else 0
     return _Work(
         head=head,
         kv_head=_div(head, shape.fold),
@@ -241,12 +252,10 @@ def _group_token(shape: _Shape, work: _Work, group: Any) -> jax.Array:
 
 
 def _row_array(value: float) -> jax.Array:
-    return plgpu.layout_cast(
-        jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
-    )
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
 
-def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
+def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
 
@@ -296,7 +305,7 @@ def _clear_outside(shape: _Shape, work: _Work, first: jax.Array, v: Any) -> None
         plgpu.commit_smem()
 
 
-def _accumulate(acc: jax.Array, multiply: Any, interpret: bool) -> jax.Array:
+def _accumulate(acc: Any, multiply: Any, interpret: bool) -> Any:
     """`acc` plus the products that `multiply` issues on an accumulator, in place on a GPU."""
     if interpret:  # The interpreter has no initialised accumulators.
 
@@ -304,16 +313,16 @@ def _accumulate(acc: jax.Array, multiply: Any, interpret: bool) -> jax.Array:
             multiply(ref)
             return ref[...]
 
-        return acc + pl.run_scoped(fresh, plgpu.ACC(acc.shape, jnp.float32))
-    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+        return acc + pl.run_scoped(fresh, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32))
+    return pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(acc))
 
 
 def _store(
-    shape: _Shape, work: _Work, token: jax.Array, half: Any, acc: jax.Array, l: jax.Array,
+    shape: _Shape, work: _Work, token: jax.Array, half: Any, acc: jax.Array, total: jax.Array,
     tiled: Any, plain: Any, out: Any,
 ) -> None:  # fmt: skip
     """Writes a tile [64, 256]: at once, or row by row where other sequences own some rows."""
-    o = acc * lax.broadcast_in_dim(1.0 / jnp.where(l > 0, l, 1.0), acc.shape, [0])
+    o = acc * lax.broadcast_in_dim(1.0 / jnp.where(total > 0, total, 1.0), acc.shape, [0])
     tokens, columns = shape.tokens, pl.ds(half * HALF, HALF)
     low = jnp.maximum(token, work.live_from)
     high = jnp.minimum(token + tokens, work.store_to)
@@ -332,22 +341,37 @@ def _store(
                 )
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    def store_rows(first, end, row_of):
+        @pl.loop(first, end)
+        def _(t):
+            for g, head in enumerate(heads):
+                plgpu.copy_smem_to_gmem(
+                    plain.at[pl.ds(row_of(g, t), 1)],
+                    out.at[pl.ds(work.q_row + t, 1), head, columns],
+                )
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
     @pl.when(jnp.logical_not(whole) & (low < high))
     def _():
         row = lax.rem(_iota(acc.shape, 0), jnp.int32(tokens)) + token
         live = (row >= work.live_from) & (row < work.live_to)
         plain[...] = jnp.where(live, o, 0.0).astype(out.dtype)
         plgpu.commit_smem()
+        store_rows(low, high, lambda g, t: g * tokens + t - token)
 
-        @pl.loop(low, high)
-        def _(t):
-            for g, head in enumerate(heads):
-                plgpu.copy_smem_to_gmem(
-                    plain.at[pl.ds(g * tokens + t - token, 1)],
-                    out.at[pl.ds(work.q_row + t, 1), head, columns],
-                )
+    # Padding that the tiles of the longest sequence do not reach is shared out among them.
+    stride = shape.tiles * shape.cluster_tokens
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    @pl.when(token + stride < work.store_to)
+    def _():
+        plain[...] = plgpu.layout_cast(jnp.zeros(acc.shape, out.dtype), plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+
+        @pl.loop(0, _div(work.store_to - token - 1, stride))
+        def _(i):
+            first = token + (i + 1) * stride
+            store_rows(first, jnp.minimum(first + tokens, work.store_to), lambda g, t: 0)
 
 
 def _load_queries(shape: _Shape, work: _Work, q: Any, q_smem: Any, barrier: Any) -> None:
@@ -393,13 +417,13 @@ def _drain(empty: Any, slots: int, used: jax.Array, first: Any = 0) -> None:
 
 def _split_kernel(
     meta, q, k, v, out,
-    q_union, k_smem, v_smem, p_smem, alpha_smem, m_smem, l_smem,
-    q_full, k_full, k_empty, v_full, v_empty, p_full, p_empty, m_full, l_full,
+    q_union, k_smem, v_smem, p_smem, alpha_smem, m_smem, total_smem,
+    q_full, k_full, k_empty, v_full, v_empty, p_full, p_empty, m_full, total_full,
     *, shape: _Shape, interpret: bool,
 ):  # fmt: skip
     c = shape.config
     q_smem, o_smem, o_plain = q_union
-    work = _work(shape, meta)
+    work = _own_work(shape, meta)
     wg = lax.axis_index("wg")
     k_pieces = shape.head_dim // c.k_columns
     v_pieces = (c.block_kv // ROWS) * (HALF // c.v_columns)
@@ -431,7 +455,7 @@ def _split_kernel(
 
                 return acc[...]
 
-            s = pl.run_scoped(multiply, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
+            s = pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, c.block_kv), jnp.float32))
             plgpu.barrier_arrive(k_empty.at[_slot(step, k_pieces, k_pieces - 1, c.k_slots)])
             return _mask_edges(shape, work, token, step, s)
 
@@ -453,7 +477,7 @@ def _split_kernel(
             pass_on(_row_array(LOWEST), True)
 
         def body(index, carry):
-            m_own, l = carry
+            m_own, total = carry
             step = index * c.turns + turn
             s = scores(step)
             m = s.max(axis=1) * LOG2E
@@ -472,14 +496,14 @@ def _split_kernel(
             p_smem[group, slot] = p.astype(p_smem.dtype)
             plgpu.commit_smem()
             plgpu.barrier_arrive(p_full.at[group * c.p_slots + slot])
-            return m, l * jnp.exp2(m_own - m) + p.sum(axis=1)
+            return m, total * jnp.exp2(m_own - m) + p.sum(axis=1)
 
         own_steps = _div(work.steps - turn + c.turns - 1, c.turns)
-        m, l = lax.fori_loop(0, own_steps, body, (_row_array(LOWEST), _row_array(0.0)))
+        m, total = lax.fori_loop(0, own_steps, body, (_row_array(LOWEST), _row_array(0.0)))
         m_smem[group, turn] = m
-        l_smem[group, turn] = l
+        total_smem[group, turn] = total
         plgpu.commit_smem()
-        plgpu.barrier_arrive(l_full.at[group])
+        plgpu.barrier_arrive(total_full.at[group])
         for slot in range(c.p_slots):
 
             @pl.when((slot < work.steps) & (slot % c.turns == turn))
@@ -524,13 +548,16 @@ def _split_kernel(
         def denominator():
             rows = plgpu.Layout.WGMMA.reduce(1)
             m = [plgpu.load(m_smem.at[group, turn], layout=rows) for turn in range(c.turns)]
-            l = [plgpu.load(l_smem.at[group, turn], layout=rows) for turn in range(c.turns)]
             last = functools.reduce(jnp.maximum, m)
-            return sum(l_turn * jnp.exp2(m_turn - last) for l_turn, m_turn in zip(l, m, strict=True))
+            parts = [
+                plgpu.load(total_smem.at[group, turn], layout=rows) * jnp.exp2(m[turn] - last)
+                for turn in range(c.turns)
+            ]
+            return functools.reduce(jnp.add, parts)
 
         zero = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), plgpu.Layout.WGMMA)
         acc = lax.fori_loop(0, work.steps, body, zero)
-        plgpu.barrier_wait(l_full.at[group])
+        plgpu.barrier_wait(total_full.at[group])
         _store(
             shape, work, _group_token(shape, work, group), half, acc, denominator(),
             o_smem.at[group, half], o_plain.at[group, half], out,
@@ -618,7 +645,7 @@ def _joined_kernel(
 ):  # fmt: skip
     c = shape.config
     q_smem, o_smem, o_plain = q_union
-    work = _work(shape, meta)
+    work = _own_work(shape, meta)
     wg = lax.axis_index("wg")
     compute_wgs = c.groups * shape.halves
 
@@ -640,7 +667,7 @@ def _joined_kernel(
         pl.when(wg == 1)(take_turn)
 
         def body(step, carry):
-            acc, m, l = carry
+            acc, m, total = carry
             slot = _rem(step, c.stages)
 
             def scores(ref):
@@ -652,11 +679,11 @@ def _joined_kernel(
                 take_turn()
                 return ref[...]
 
-            s = pl.run_scoped(scores, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
+            s = pl.run_scoped(scores, plgpu.WGMMAAccumulatorRef((ROWS, c.block_kv), jnp.float32))
             plgpu.barrier_arrive(k_empty.at[slot])
             s = _mask_edges(shape, work, token, step, s)
             p, m, alpha = _softmax(s, m)
-            l = l * alpha + p.sum(axis=1)
+            total = total * alpha + p.sum(axis=1)
             p = p.astype(v_smem.dtype)
             acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
             if c.ping_pong:
@@ -673,15 +700,15 @@ def _joined_kernel(
             else:
                 acc = _accumulate(acc, lambda ref: plgpu.wgmma(ref, p, v_part), interpret)
             plgpu.barrier_arrive(v_empty.at[slot])
-            return acc, m, l
+            return acc, m, total
 
         zero = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), plgpu.Layout.WGMMA)
-        acc, _, l = lax.fori_loop(
+        acc, _, total = lax.fori_loop(
             0, work.steps, body, (zero, _row_array(LOWEST), _row_array(0.0))
         )
         pl.when(wg == 0)(take_turn)
         _store(
-            shape, work, token, half, acc, l,
+            shape, work, token, half, acc, total,
             o_smem.at[group, half], o_plain.at[group, half], out,
         )  # fmt: skip
 
@@ -717,7 +744,9 @@ def _joined_kernel(
 
 def _tiled(*shape: int) -> Any:
     """bf16 shared memory in the swizzled tiles that wgmma reads."""
-    transforms = (plgpu.TilingTransform((ALIGN, 64)), plgpu.SwizzleTransform(128))
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    transforms = (tiling((ALIGN, 64)), swizzle(128))
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
 
 
@@ -790,6 +819,32 @@ def _warpgroups(shape: _Shape) -> int:
     return softmax + shape.config.groups * shape.halves + 1
 
 
+def _check_config(shape: _Shape) -> None:
+    c, problem = shape.config, None
+    if c.design == "joined" and shape.head_dim != HALF:
+        problem = f"the joined design takes a head width of {HALF}, not {shape.head_dim}"
+    elif c.block_kv % ROWS or HALF % c.k_columns or c.k_columns % 64:
+        problem = f"{c.block_kv} keys and {c.k_columns} columns: not whole 64x64 tiles of {HALF}"
+    elif HALF % c.v_columns or c.v_columns % 64 or c.p_slots % c.turns:
+        problem = f"{c.v_columns} columns must divide {HALF}, {c.turns} turns {c.p_slots} slots"
+    elif _shared_bytes(shape) > SHARED_MEMORY[9, 0]:
+        problem = f"needs {_shared_bytes(shape)} bytes of shared memory"
+    if problem is not None:
+        raise UnsupportedError(f"prefill_attention: mosaic config: {problem}")
+
+
+def _shared_bytes(shape: _Shape) -> int:
+    """Shared memory of the large buffers, and 5 KB for the rest."""
+    c = shape.config
+    rows = c.groups * ROWS * shape.head_dim
+    if c.design == "joined":
+        rows += 2 * c.stages * c.block_kv * shape.head_dim
+    else:
+        rows += c.k_slots * c.block_kv * c.k_columns + c.groups * c.p_slots * ROWS * c.block_kv
+        rows += shape.halves * c.v_slots * ROWS * c.v_columns
+    return 2 * rows + 5 * 1024
+
+
 def prefill_attention_mosaic(
     q: jax.Array,
     k: jax.Array,
@@ -822,8 +877,7 @@ def prefill_attention_mosaic(
         head_dim=head_dim, window=window, max_q_len=max_q_len,
         config=config or default_config(head_dim),
     )  # fmt: skip
-    q_ends = jnp.concatenate([segments.q_offsets[1:], jnp.full((1,), rows, jnp.int32)])
-    meta = jnp.stack([*segments, q_ends]).astype(jnp.int32)
+    _check_config(shape)
     split = shape.config.design == "split"
     cluster = {"cluster": (2,), "cluster_names": ("block",)} if shape.config.cluster > 1 else {}
     out = plgpu.kernel(
@@ -842,5 +896,5 @@ def prefill_attention_mosaic(
             approx_math=True, unsafe_no_auto_barriers=not shape.config.auto_barriers
         ),
         **cluster,
-    )(meta, q.reshape(rows, kv_heads * group, head_dim), k, v)
+    )(_meta(segments, rows), q.reshape(rows, kv_heads * group, head_dim), k, v)
     return out.reshape(q.shape)
