@@ -155,9 +155,20 @@ class Config:
 
 
 def default_config(
-    programs: int, rows: int, head_dim: int, span: int, itemsize: int, device: Device
+    programs: int,
+    rows: int,
+    head_dim: int,
+    span: int,
+    itemsize: int,
+    device: Device,
+    paged: bool = False,
 ) -> Config:
     """The tile table.
+
+    The compiler keeps num_stages - 1 tiles in shared memory and loads the next one after it has
+    used the present one: with two stages only other programs on the same core hide the memory's
+    latency. Width 256 fits three of them; width 512 needs three stages, so tiles of 32. Pages cost
+    twice the stages for the same tiles: the number of a page is loaded ahead of it.
 
     Args:
       programs: rows of the batch times KV heads, each a program of its own without splits.
@@ -166,15 +177,20 @@ def default_config(
       span: the most keys that one row can have to read: its window or its slots.
       itemsize: bytes of a cached number.
       device: what it will run on.
+      paged: whether there is a page table.
     """
     wide = head_dim > 256
     packed = min(max(_MIN_ROWS, pl.next_power_of_2(rows)), 2 * _MIN_ROWS)
-    tile = 64 if itemsize == 2 else 16
-    if wide and packed > _MIN_ROWS and itemsize == 2:
-        tile = 32  # sm_80 has no shared memory for 64 keys besides 32 queries of width 512
+    tile, stages = (32, 3) if wide else (64, 2)
+    if itemsize == 4:
+        tile, stages = 16, 2
+    if wide and packed > _MIN_ROWS and not device.at_least(9):
+        stages = 2  # 168 KB otherwise
     splits = _splits(programs * -(-rows // packed), -(-span // tile), device)
     combine = "last" if splits <= 16 else "kernel"
-    return Config(tile, 8 if wide else 4, 2, splits, combine, packed)
+    return Config(
+        tile, 8 if wide else 4, 2 * stages - 1 if paged else stages, splits, combine, packed
+    )
 
 
 def _splits(programs: int, tiles: int, device: Device) -> int:
@@ -659,7 +675,13 @@ def _attention_pallas(
         raise UnsupportedError(f"decode_attention: the kernel {problem}")
     span = min(slots, (window or slots) + queries - 1)
     config = config or default_config(
-        batch * kv_heads, queries * groups, head_dim, span, q.dtype.itemsize, device
+        batch * kv_heads,
+        queries * groups,
+        head_dim,
+        span,
+        q.dtype.itemsize,
+        device,
+        page_table is not None,
     )
     plan = _Plan(
         config, numerics, batch, queries, kv_heads, groups, head_dim, slots, k_cache.shape[1],
@@ -695,7 +717,13 @@ def _step_pallas(
     if problem := _problem(dtypes, head_dim, 1, numerics, device):
         raise UnsupportedError(f"decode_attention_step: the kernel {problem}")
     config = config or default_config(
-        batch * kv_heads, groups, head_dim, min(slots, window or slots), qkv.dtype.itemsize, device
+        batch * kv_heads,
+        groups,
+        head_dim,
+        min(slots, window or slots),
+        qkv.dtype.itemsize,
+        device,
+        page_table is not None,
     )
     plan = _Plan(
         config, numerics, batch, 1, kv_heads, groups, head_dim, slots, k_cache.shape[1],
