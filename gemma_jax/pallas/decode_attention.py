@@ -614,6 +614,8 @@ def _run(plan: _Plan, inputs: dict[str, jax.Array], out_rows: int) -> dict[str, 
         outputs["top"] = outputs["total"] = jax.ShapeDtypeStruct(kept, f32)
         outputs["partial"] = jax.ShapeDtypeStruct((*kept, plan.head_dim), f32)
     if split and c.combine == "last":
+        # Counted up and set back to zero by the kernel: XLA fills one such array for all layers of
+        # a step. Two calls that share it must not overlap; those of one stream do not.
         inputs = {**inputs, "counters": jnp.zeros((plan.programs,), jnp.int32)}
     if plan.is_owner:
         outputs |= {f"new_{x}": jax.ShapeDtypeStruct.like(inputs[x]) for x in "kv"}
