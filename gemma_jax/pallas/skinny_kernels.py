@@ -103,21 +103,30 @@ class Spec:
 
 
 def default_config(spec: Spec, has_prologue: bool, device: Device) -> Config:
-    """One row: CUDA cores, x in registers if it fits. Otherwise tensor cores."""
-    if spec.batch <= 2 and spec.k <= RESIDENT_K:
-        rows = 4 if spec.k <= 1536 or spec.parts == 1 else 2
-        return Config("rows", rows, 256, blocks=max(2 * device.num_cores, 8), num_warps=rows)
-    if spec.batch <= 2 and not has_prologue:
-        return Config("columns", 2, 1024 if spec.k >= 1024 else 256, ahead=8)
+    """One or two rows with a prologue: x stays in registers, if it fits. Else tensor cores.
+
+    Short K has no room for a pipeline of dots.
+    """
+    per_thread = spec.batch * spec.parts * spec.k
+    if has_prologue and spec.batch <= 2 and per_thread <= 6144 and spec.k <= RESIDENT_K:
+        blocks = 2 * device.num_cores
+        if per_thread <= 3072:
+            return Config("rows", 4, 256, blocks=blocks)
+        return Config("rows", 2, 512, blocks=blocks)
+    if not has_prologue and spec.batch <= 2 and spec.k <= 512:
+        return Config("columns", 4, 256, ahead=2)
     return _dot_config(spec, device)
 
 
 def _dot_config(spec: Spec, device: Device) -> Config:
-    """A tile of 64 rows; K in as many segments as give every core a block."""
+    """A tile of 64 rows; K in as many segments as give every core a block.
+
+    Each tile reads all of x, so with many rows more segments, hence fewer outputs, cost traffic.
+    """
     segments = 1
-    for more in (2, 4, 8):
+    for more in (2, 4, 8) if spec.batch <= 4 else (2, 4):
         fills = spec.n * segments >= 64 * device.num_cores
-        if not fills and more * spec.batch <= 64 and spec.k % (more * 64) == 0:
+        if not fills and spec.k % (more * 64) == 0:
             segments = more
     length = spec.k // segments
     width = next(w for w in (128, 64, 32, 16) if length % w == 0)
@@ -147,14 +156,25 @@ def _span(start: Any, width: int) -> jax.Array:
 def _load(
     ref: Any, row: tuple[Any, ...], start: int, width: int, spec: Spec, inside: Any = None
 ) -> jax.Array:
-    """A chunk of a vector or of rows in float32; what lies outside reads 0."""
-    index = _span(start, width)
-    masks = [] if inside is None else [jnp.broadcast_to(inside, (inside.shape[0], width))]
-    if start + width > spec.k:
-        masks.append(jnp.broadcast_to(index < spec.k, masks[0].shape if masks else (width,)))
-    mask = functools.reduce(operator.and_, masks) if masks else None
-    value = triton.load(ref.at[(*row, index)], mask=mask, other=0 if masks else None)
+    """A chunk [width] of a vector or a row, or [G, width] of rows; what lies outside reads 0."""
+    index, mask = _chunk(start, width, spec, inside)
+    value = triton.load(ref.at[(*row, index)], mask=mask, other=None if mask is None else 0)
     return value.astype(jnp.float32)
+
+
+def _chunk(start: int, width: int, spec: Spec, inside: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Columns, as [1, width] if there are several rows, and the mask of what exists, if needed.
+
+    `inside` says which rows exist, [G, 1], or is a scalar.
+    """
+    index, shape = _span(start, width), (width,)
+    if inside is not None and inside.ndim:
+        index, shape = index[None], (inside.shape[0], width)
+    masks = [] if inside is None else [inside]
+    if start + width > spec.k:
+        masks.append(index < spec.k)
+    masks = [jnp.broadcast_to(mask, shape) for mask in masks]
+    return index, functools.reduce(operator.and_, masks) if masks else None
 
 
 def _load_weights(w: Any, row: jax.Array, column: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -193,10 +213,15 @@ def _prologue(
     starts = range(0, spec.k, width)
 
     def load(ref: Any, *row: Any) -> Chunks:
-        mask = inside if row else None
-        return [_load(ref, row, start, width, spec, mask) for start in starts]
+        return [_load(ref, row, start, width, spec, inside) for start in starts]
 
-    post, pre = (None if ref is None else load(ref) for ref in (refs.post, refs.pre))
+    def weight(ref: Any) -> Chunks | None:
+        if ref is None:
+            return None
+        chunks = [_load(ref, (), start, width, spec) for start in starts]
+        return chunks if inside is None else [chunk[None] for chunk in chunks]
+
+    post, pre = weight(refs.post), weight(refs.pre)
     h = load(refs.h, *rows)
     if refs.y is not None:
         y = _normed(load(refs.y, *rows), post, spec)
@@ -224,8 +249,7 @@ def _store(
     ref: Any, rows: tuple[Any, ...], chunks: Chunks, inside: Any, width: int, spec: Spec
 ) -> None:
     for start, chunk in zip(range(0, spec.k, width), chunks, strict=True):
-        index = _span(start, width)
-        mask = (index < spec.k) & inside
+        index, mask = _chunk(start, width, spec, inside)
         triton.store(ref.at[(*rows, index)], chunk.astype(ref.dtype), mask=mask)
 
 

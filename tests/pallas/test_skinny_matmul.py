@@ -1,6 +1,7 @@
 """skinny_matmul and norm_matmul: against float64, their edges, and what they refuse."""
 
 import functools
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -224,7 +225,7 @@ def test_old_gpu_is_refused():
     ],
 )
 def test_wrong_shapes_are_named(arrays, message):
-    given = {n: jnp.zeros(shape, jnp.bfloat16) for n, shape in arrays.items()}
+    given: dict[str, Any] = {n: jnp.zeros(shape, jnp.bfloat16) for n, shape in arrays.items()}
     call = functools.partial(norm_module.norm_matmul, jnp.zeros((2, 64)), eps=1e-6, numerics=HF)
     with pytest.raises(ValueError, match=message):
         call(**given)
