@@ -393,11 +393,9 @@ def _load_queries(shape: _Shape, work: _Work, q: Any, q_smem: Any, barrier: Any)
 def _load(shape: _Shape, source: Any, target: Any, full: Any, empty: Any, wait: Any) -> None:
     """One piece of keys or values, for all blocks of the cluster, once its slot is free."""
 
-    if wait is not None:
-
-        @pl.when(wait)
-        def _():
-            plgpu.barrier_wait(empty)
+    @pl.when(wait)
+    def _():
+        plgpu.barrier_wait(empty)
 
     axes = "block" if shape.config.cluster > 1 else None
     plgpu.copy_gmem_to_smem(source, target, full, collective_axes=axes)
@@ -567,10 +565,6 @@ def _split_kernel(
     def _load_warpgroup():
         plgpu.set_max_registers(24, action="decrease")
 
-        @pl.when(work.steps > 0)
-        def _():
-            _load_queries(shape, work, q, q_smem, q_full)
-
         def keys(step, piece):
             index = step * k_pieces + piece
             slot = _slot(step, k_pieces, piece, c.k_slots)
@@ -600,13 +594,19 @@ def _split_kernel(
                     v_empty.at[half * c.v_slots + slot], index >= c.v_slots,
                 )  # fmt: skip
 
-        @pl.loop(0, work.steps + 1)
+        @pl.when(work.steps > 0)
+        def _():
+            for piece in range(k_pieces):
+                keys(jnp.int32(0), piece)
+            _load_queries(shape, work, q, q_smem, q_full)
+
+        @pl.loop(1, work.steps + 1)
         def _(step):
             for piece in range(max(k_pieces, v_pieces)):
                 if piece < k_pieces:
                     pl.when(step < work.steps)(functools.partial(keys, step, piece))
                 if piece < v_pieces:
-                    pl.when(step > 0)(functools.partial(values, step - 1, piece))
+                    values(step - 1, piece)
 
         _drain(k_empty, c.k_slots, work.steps * k_pieces)
         for half in range(shape.halves):
@@ -647,17 +647,16 @@ def _joined_kernel(
     q_smem, o_smem, o_plain = q_union
     work = _own_work(shape, meta)
     wg = lax.axis_index("wg")
-    compute_wgs = c.groups * shape.halves
 
     def take_turn():
         if c.ping_pong:
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
 
-    @pl.when(wg < compute_wgs)
+    @pl.when(wg < c.groups)
     def _compute_warpgroup():
-        plgpu.set_max_registers(240 if compute_wgs == 2 else 160, action="increase")
-        group, half = _div(wg, shape.halves), _rem(wg, shape.halves)
+        plgpu.set_max_registers(240, action="increase")
+        group = wg
         token = _group_token(shape, work, group)
 
         @pl.when(work.steps > 0)
@@ -672,10 +671,7 @@ def _joined_kernel(
 
             def scores(ref):
                 plgpu.barrier_wait(k_full.at[slot])
-                for part in range(shape.halves):
-                    plgpu.wgmma(
-                        ref, q_smem.at[group, part], k_smem.at[slot, part].transpose((1, 0))
-                    )
+                plgpu.wgmma(ref, q_smem.at[group, 0], k_smem.at[slot].transpose((1, 0)))
                 take_turn()
                 return ref[...]
 
@@ -691,7 +687,7 @@ def _joined_kernel(
             plgpu.barrier_wait(v_full.at[slot])
             if c.ping_pong:
                 plgpu.barrier_wait(turn)
-            v_part = v_smem.at[slot, half]
+            v_part = v_smem.at[slot]
             for rows in range(0, c.block_kv, ROWS):
                 first = work.k_position + step * c.block_kv + rows
                 _clear_outside(shape, work, first, v_part.at[rows : rows + ROWS])
@@ -708,32 +704,33 @@ def _joined_kernel(
         )
         pl.when(wg == 0)(take_turn)
         _store(
-            shape, work, token, half, acc, total,
-            o_smem.at[group, half], o_plain.at[group, half], out,
+            shape, work, token, 0, acc, total, o_smem.at[group, 0], o_plain.at[group, 0], out,
         )  # fmt: skip
 
-    @pl.when(wg == compute_wgs)
+    @pl.when(wg == c.groups)
     def _load_warpgroup():
         plgpu.set_max_registers(24, action="decrease")
 
-        @pl.when(work.steps > 0)
-        def _():
-            _load_queries(shape, work, q, q_smem, q_full)
-
-        @pl.loop(0, work.steps)
-        def _(step):
+        def load(source, target, full, empty, step):
             slot = _rem(step, c.stages)
             rows = pl.ds(work.k_row + step * c.block_kv, c.block_kv)
-            for source, target, full, empty in (
-                (k, k_smem, k_full, k_empty), (v, v_smem, v_full, v_empty),
-            ):  # fmt: skip
-                for part in range(shape.halves):
-                    columns = slice(part * HALF, (part + 1) * HALF)
-                    _load(
-                        shape, source.at[rows, work.kv_head, columns], target.at[slot, part],
-                        full.at[slot], empty.at[slot],
-                        (step >= c.stages) if part == 0 else None,
-                    )  # fmt: skip
+            _load(
+                shape, source.at[rows, work.kv_head], target.at[slot], full.at[slot],
+                empty.at[slot], step >= c.stages,
+            )  # fmt: skip
+
+        keys = functools.partial(load, k, k_smem, k_full, k_empty)
+        values = functools.partial(load, v, v_smem, v_full, v_empty)
+
+        @pl.when(work.steps > 0)
+        def _():
+            keys(jnp.int32(0))
+            _load_queries(shape, work, q, q_smem, q_full)
+
+        @pl.loop(1, work.steps + 1)
+        def _(step):
+            pl.when(step < work.steps)(functools.partial(keys, step))
+            values(step - 1)
 
         _drain(k_empty, c.stages, work.steps)
         _drain(v_empty, c.stages, work.steps)
@@ -797,17 +794,16 @@ def _split_scratch(shape: _Shape) -> list[Any]:
 
 def _joined_scratch(shape: _Shape) -> list[Any]:
     c = shape.config
-    readers = c.groups * shape.halves
-    tiles = (c.stages, shape.halves, c.block_kv, HALF)
+    tiles = (c.stages, c.block_kv, HALF)
     return [
         _query_memory(shape),
         _tiled(*tiles),
         _tiled(*tiles),
         _q_full(shape),
-        plgpu.Barrier(num_arrivals=shape.halves, num_barriers=c.stages),
-        _freed(shape, readers, c.stages),
-        plgpu.Barrier(num_arrivals=shape.halves, num_barriers=c.stages),
-        _freed(shape, readers, c.stages),
+        plgpu.Barrier(num_barriers=c.stages),
+        _freed(shape, c.groups, c.stages),
+        plgpu.Barrier(num_barriers=c.stages),
+        _freed(shape, c.groups, c.stages),
         plgpu.Barrier(num_arrivals=2),
     ]
 
@@ -823,6 +819,10 @@ def _check_config(shape: _Shape) -> None:
     c, problem = shape.config, None
     if c.design == "joined" and shape.head_dim != HALF:
         problem = f"the joined design takes a head width of {HALF}, not {shape.head_dim}"
+    elif c.design == "joined" and c.groups != 2:
+        problem = f"the joined design has two groups, not {c.groups}"
+    elif c.design == "split" and c.k_slots * c.k_columns < shape.head_dim:
+        problem = f"{c.k_slots} slots of {c.k_columns} columns do not hold {shape.head_dim}"
     elif c.block_kv % ROWS or HALF % c.k_columns or c.k_columns % 64:
         problem = f"{c.block_kv} keys and {c.k_columns} columns: not whole 64x64 tiles of {HALF}"
     elif HALF % c.v_columns or c.v_columns % 64 or c.p_slots % c.turns:
