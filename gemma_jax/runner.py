@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gemma_jax.config import ModelConfig
 from gemma_jax.kernels import AUTO, Kernels
 from gemma_jax.model.cache import CacheLayout, KVCache, init_cache
-from gemma_jax.model.context import DecodeContext, PrefillContext
+from gemma_jax.model.kernel_context import decode_context, prefill_context
 from gemma_jax.model.transformer import Gemma4, abstract_model
 from gemma_jax.numerics import Numerics
 from gemma_jax.sampling import (
@@ -121,7 +121,7 @@ def prefill(
     model, numerics = program.model(leaves), program.numerics
     context = _prefill_context(program, cache, chunk, has_past)
     last = jnp.maximum(chunk.lengths - 1, 0)[:, None] if wants_token else None
-    hidden = model.prefill(chunk.ids, context, last, numerics, fast)
+    hidden = model.prefill(chunk.ids, context, last, fast)
     cache = dataclasses.replace(cache, k=context.cache.k, v=context.cache.v)
     if hidden is None:
         return cache, state, None
@@ -159,10 +159,10 @@ def decode(
     def step(carry):
         i, cache, state, output = carry
         active = ~state.finished
-        context = DecodeContext(
+        context = decode_context(
             program.config, numerics, program.kernels, program.layout, cache, state.position, active
         )
-        hidden = model.decode(state.token, context, numerics)
+        hidden = model.decode(state.token, context)
         logits = model.logits(hidden, numerics)
         state = dataclasses.replace(state, position=state.position + active.astype(jnp.int32))
         tokens = sample(logits, table, state, statics)
@@ -201,7 +201,7 @@ def score(
     context = _prefill_context(program, cache, chunk, has_past)
     groups, length = chunk.ids.shape
     every_row = jnp.broadcast_to(jnp.arange(length), (groups, length))
-    hidden = model.prefill(chunk.ids, context, every_row, numerics, fast=False)
+    hidden = model.prefill(chunk.ids, context, every_row, fast=False)
     block = math.gcd(SCORE_BLOCK, length)  # a chunk need not be a multiple of SCORE_BLOCK
 
     def head(rows):
@@ -230,7 +230,7 @@ def _prefill_context(program: Program, cache: KVCache, chunk: Chunk, has_past: b
             for table in (cache.full_table, cache.window_table)
         )
     cache = dataclasses.replace(cache, full_table=full, window_table=window)
-    return PrefillContext(
+    return prefill_context(
         program.config, program.numerics, program.kernels, layout, cache,
         chunk.start, chunk.lengths, chunk.ids.shape[1], has_past,
     )  # fmt: skip

@@ -10,10 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from gemma_jax.config import FULL, SLIDING, LayerConfig, LayerKind
+from gemma_jax.kernels import Kernels
 from gemma_jax.model.attention import Tables
-from gemma_jax.model.layers import add, rms_norm
+from gemma_jax.model.layers import add, rms_norm, scale
+from gemma_jax.model.residual import (
+    Ops,
+    Residual,
+    matmul,
+    project,
+    project_gate,
+    project_gelu_mul,
+)
 from gemma_jax.model.rope import rope_tables
-from gemma_jax.model.transformer import DecoderLayer, Gemma4
+from gemma_jax.model.transformer import Gemma4
 from gemma_jax.numerics import MASK_VALUE, Numerics
 
 BOS = 2
@@ -58,31 +67,41 @@ def logits_and_partition(
     """
     packed = Packed.from_ids(ids)
     tables = _rope(model, packed, numerics)
-    h = model.embed(ids, numerics)
-    count = len(model.layers)
-    ple = None if model.ple is None else model.ple(ids, h, 0, count, numerics)
+    ops = Ops(numerics, Kernels("reference"), model.config.rms_norm_eps)
+    flat = ids.reshape(-1)
+    h = model.embed(flat, numerics)
+    ple = None if model.ple is None else model.ple(flat, h, 0, len(model.layers), numerics)
     keys: dict[int, tuple[jax.Array, jax.Array]] = {}
     drop = _Dropout(dropout, key)
     h = drop(h)
     partitions = []
     for i, layer in enumerate(model.layers):
-        config = layer.layer
-        q, k, v = layer.attention.project(
-            _norm(layer, h, layer.input_layernorm, numerics), tables[config.kind], numerics
+        attention, config = layer.attention, layer.layer
+        matrix = attention.qkv[...]
+        _, qkv = project(
+            Residual(h), layer.input_layernorm[...], matrix.reshape(-1, matrix.shape[-1]), ops
         )
+        qkv = qkv.reshape(*ids.shape, *matrix.shape[:-1])
+        q, k, v = attention.split(qkv, tables[config.kind], numerics)
         if k is not None and v is not None:
             keys[config.index] = k, v
         attended, partition = _attend(config, q, *keys[config.kv_source], packed, numerics)
         partitions.append(partition)
-        o = layer.attention.output(attended, numerics)
-        h = add(h, drop(_norm(layer, o, layer.post_attention_layernorm, numerics)), numerics)
-        y = layer.mlp(_norm(layer, h, layer.pre_feedforward_layernorm, numerics), numerics)
-        h = add(h, drop(_norm(layer, y, layer.post_feedforward_layernorm, numerics)), numerics)
+        o = attention.output(attended.reshape(flat.shape[0], -1), ops)
+        h = add(h, drop(_norm(o, layer.post_attention_layernorm, ops)), numerics)
+        _, active = project_gelu_mul(
+            Residual(h), layer.pre_feedforward_layernorm[...], layer.mlp.gate_up[...], ops
+        )
+        y = matmul(active, layer.mlp.down[...], ops)
+        h = add(h, drop(_norm(y, layer.post_feedforward_layernorm, ops)), numerics)
         if layer.ple is not None and ple is not None:
-            h = add(h, drop(layer.ple(h, ple[:, :, i], numerics)), numerics)
-        h = numerics.cast(h.astype(jnp.float32) * layer.layer_scalar[...].astype(jnp.float32))
+            _, gated = project_gate(Residual(h), layer.ple.gate[...], ple, i, ops)
+            y = matmul(gated, layer.ple.projection[...], ops)
+            h = add(h, drop(_norm(y, layer.ple.norm, ops)), numerics)
+        h = scale(h, layer.layer_scalar[...], numerics)
     h = rms_norm(h, model.norm[...], model.config.rms_norm_eps, numerics)
-    return model.logits(h, numerics), jnp.mean(jnp.stack(partitions))
+    z = model.logits(h, numerics).reshape(*ids.shape, -1)
+    return z, jnp.mean(jnp.stack(partitions))
 
 
 class _Dropout:
@@ -101,8 +120,8 @@ class _Dropout:
         return jnp.where(keep, x / jnp.asarray(1.0 - self._rate, x.dtype), jnp.zeros((), x.dtype))
 
 
-def _norm(layer: DecoderLayer, x: jax.Array, weight, numerics: Numerics) -> jax.Array:
-    return rms_norm(x, weight[...], layer.eps, numerics)
+def _norm(x: jax.Array, weight, ops: Ops) -> jax.Array:
+    return rms_norm(x, weight[...], ops.eps, ops.numerics)
 
 
 def _rope(model: Gemma4, packed: Packed, numerics: Numerics) -> dict[LayerKind, Tables]:

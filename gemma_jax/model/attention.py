@@ -14,6 +14,7 @@ from jax import lax
 
 from gemma_jax.config import LayerConfig, ModelConfig
 from gemma_jax.model.layers import parameter, rms_norm
+from gemma_jax.model.residual import Ops, matmul
 from gemma_jax.model.rope import apply_rope
 from gemma_jax.numerics import MASK_VALUE, Numerics
 
@@ -40,40 +41,35 @@ class Attention(nnx.Module):
             self.k_norm = parameter(h, axes="H", dtype=dtype)
         self.out = parameter(d, k, g, h, axes="D K G H", dtype=dtype)
 
-    def project(
-        self, x: jax.Array, tables: Tables, numerics: Numerics
+    def split(
+        self, qkv: jax.Array, tables: Tables, numerics: Numerics
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """q [B, T, K, G, H] and, for an owner layer, k and v [B, T, K, H], ready to attend."""
-        y = numerics.einsum("btd,kchd->btkch", x, self.qkv[...])
+        """From qkv [B, T, K, C, H]: q [B, T, K, G, H] and an owner's k, v [B, T, K, H], normed and
+        rotated."""
         g = self.layer.num_groups
-        q = self._query(y[..., :g, :], tables, numerics)
-        return (q, *self._keys(y[..., g:, :], tables, numerics))
+        return (
+            self.queries(qkv[..., :g, :], tables, numerics),
+            *self.keys_and_values(qkv[..., g:, :], tables, numerics),
+        )
 
-    def project_split(
-        self, x: jax.Array, tables: Tables, kv_x: jax.Array, kv_tables: Tables, numerics: Numerics
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """`project` with queries of the rows `x` and keys and values of the rows `kv_x`."""
-        g = self.layer.num_groups
-        qkv = self.qkv[...]
-        q = numerics.einsum("btd,kchd->btkch", x, qkv[:, :g])
-        kv = numerics.einsum("btd,kchd->btkch", kv_x, qkv[:, g:])
-        return (self._query(q, tables, numerics), *self._keys(kv, kv_tables, numerics))
-
-    def _query(self, q: jax.Array, tables: Tables, numerics: Numerics) -> jax.Array:
+    def queries(self, q: jax.Array, tables: Tables, numerics: Numerics) -> jax.Array:
+        """Normed and rotated query heads."""
         return apply_rope(rms_norm(q, self.q_norm[...], self.eps, numerics), tables, numerics)
 
-    def _keys(
+    def keys_and_values(
         self, kv: jax.Array, tables: Tables, numerics: Numerics
     ) -> tuple[jax.Array | None, jax.Array | None]:
+        """k and v [B, T, K, H] of the k and v heads `kv`; (None, None) in a KV-shared layer."""
         if not self.layer.owns_kv:
             return None, None
         raw_k, raw_v = kv[..., 0, :], kv[..., -1, :]  # the same head when k_eq_v
         k = apply_rope(rms_norm(raw_k, self.k_norm[...], self.eps, numerics), tables, numerics)
         return k, rms_norm(raw_v, None, self.eps, numerics)
 
-    def output(self, o: jax.Array, numerics: Numerics) -> jax.Array:
-        """The output projection of `o` [B, T, K, G, H]: [B, T, D]."""
-        return numerics.einsum("btkgh,dkgh->btd", o, self.out[...])
+    def output(self, o: jax.Array, ops: Ops) -> jax.Array:
+        """The output projection of `o` [N, K·G·H]: [N, D]."""
+        matrix = self.out[...]
+        return matmul(o, matrix.reshape(matrix.shape[0], -1), ops)
 
 
 class KeyBlock(NamedTuple):

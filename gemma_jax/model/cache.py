@@ -102,6 +102,15 @@ def write(
     return pages.at[page, slot % page_size].set(values, mode="drop", unique_indices=True)
 
 
+def flat_slots(
+    positions: jax.Array, valid: jax.Array, table: jax.Array | None, slots: int, page_size: int
+) -> jax.Array:
+    """page · page_size + offset of `positions` [B, T]; -1 where not `valid`."""
+    slot = positions % slots
+    page = _page_of(slot // page_size, table, slots // page_size)
+    return jnp.where(valid, page * page_size + slot % page_size, -1)
+
+
 def read_rows(pages: jax.Array, table: jax.Array | None, slots: int) -> jax.Array:
     """All slots of every row in slot order, [B, slots, K, H]."""
     rest = pages.shape[2:]

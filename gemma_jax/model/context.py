@@ -14,6 +14,7 @@ from gemma_jax.kernels import Kernels
 from gemma_jax.model import cache as kv
 from gemma_jax.model.attention import (
     VLLM_PREFILL_TILE,
+    Attention,
     KeyBlock,
     Tables,
     attend,
@@ -21,6 +22,7 @@ from gemma_jax.model.attention import (
     vllm_splits_keys,
 )
 from gemma_jax.model.cache import CacheLayout, KVCache
+from gemma_jax.model.residual import Ops
 from gemma_jax.model.rope import rope_tables
 from gemma_jax.numerics import Numerics
 
@@ -40,7 +42,8 @@ class _Context:
         cache: KVCache,
         positions: jax.Array,
     ):
-        self.config, self.numerics, self.kernels, self.layout = config, numerics, kernels, layout
+        self.config, self.numerics, self.layout = config, numerics, layout
+        self.ops = Ops(numerics, kernels, config.rms_norm_eps)
         self.positions = positions  # [B, T]
         self._cache = cache
         self._k, self._v = list(cache.k), list(cache.v)
@@ -52,16 +55,16 @@ class _Context:
         """The cache with everything written so far."""
         return dataclasses.replace(self._cache, k=tuple(self._k), v=tuple(self._v))
 
-    def tables(self, layer: LayerConfig) -> Tables:
-        """RoPE tables of the query rows."""
-        return self._tables[layer.kind]
-
     def _rope(self, positions: jax.Array) -> dict[LayerKind, Tables]:
         c = self.config
         return {
             SLIDING: rope_tables(positions, c.sliding_rope, c.head_dim, self.numerics),
             FULL: rope_tables(positions, c.full_rope, c.global_head_dim, self.numerics),
         }
+
+    def _fold(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """[N, ...] -> [B, T, ...], rows as in `positions` [B, T]."""
+        return x.reshape(*positions.shape, *x.shape[1:])
 
     def _attend(
         self, layer: LayerConfig, q: jax.Array, keys: KeyBlock, may_split: bool = True
@@ -105,30 +108,51 @@ class PrefillContext(_Context):
         self._start, self._end = start, start + lengths
         self._valid = steps < lengths[:, None]
         self._has_past = has_past
-        self._chunk_positions, self.kv_tables = self.positions, self.tables
-        self._whole_chunk = True
+        self._chunk_positions, self._chunk_tables = self.positions, self._tables
+        self._rows: jax.Array | None = None
 
     def select_rows(self, rows: jax.Array) -> None:
         """From here on the queries are the rows `rows` [B, R] of the chunk only."""
-        tables = self._tables
-        self.kv_tables = lambda layer: tables[layer.kind]
+        self._rows = rows
         self.positions = jnp.take_along_axis(self._chunk_positions, rows, axis=1)
         self._tables = self._rope(self.positions)
-        self._whole_chunk = False
 
-    def attend(self, layer: LayerConfig, q, k, v) -> jax.Array:
-        """Stores k and v (an owner layer's), then attends: [B, T or R, K, G, H]."""
+    def take(self, x: jax.Array) -> jax.Array:
+        """The selected rows of x [B·T, D]: [B·R, D]; all rows before `select_rows`."""
+        if self._rows is None:
+            return x
+        rows = self._rows[..., None]
+        taken = jnp.take_along_axis(self._fold(x, self._chunk_positions), rows, axis=1)
+        return taken.reshape(-1, x.shape[-1])
+
+    def attend(self, attention: Attention, qkv: jax.Array) -> jax.Array:
+        """Norms and rotates qkv [N, K, C, H], stores an owner's k and v, attends: [N, K·G·H]."""
+        tables = self._tables[attention.layer.kind]
+        q, k, v = attention.split(self._fold(qkv, self.positions), tables, self.numerics)
+        return self._attend_prefill(attention.layer, q, k, v)
+
+    def attend_narrowed(self, attention: Attention, q: jax.Array, kv: jax.Array) -> jax.Array:
+        """`attend` with q [B·R, K, G, H] of the selected rows and kv [B·T, K, c, H] of all rows."""
+        kind = attention.layer.kind
+        q = attention.queries(self._fold(q, self.positions), self._tables[kind], self.numerics)
+        kv = self._fold(kv, self._chunk_positions)
+        k, v = attention.keys_and_values(kv, self._chunk_tables[kind], self.numerics)
+        return self._attend_prefill(attention.layer, q, k, v)
+
+    def _attend_prefill(self, layer: LayerConfig, q, k, v) -> jax.Array:
         if layer.owns_kv:
             self._keys[layer.index] = self._store(layer, k, v)
         keys = self._keys[layer.kv_source]
-        blocks = self._whole_chunk and q.shape[1] % LOCAL_BLOCK == 0 and q.shape[1] > LOCAL_BLOCK
-        if layer.window is not None and blocks:
+        length = q.shape[1]
+        if layer.window is not None and self._rows is None and _is_blocked(length):
             keys = self._with_window_before(layer, keys)
-            return attend_in_blocks(
+            out = attend_in_blocks(
                 q, keys, self.positions, layer.window, LOCAL_BLOCK, self.numerics
             )
-        # vLLM shortens a prefill for KV-shared layers only; an owner is always one of many queries.
-        return self._attend(layer, q, keys, may_split=not layer.owns_kv)
+        else:
+            # vLLM shortens a prefill for KV-shared layers only; an owner is one of many queries.
+            out = self._attend(layer, q, keys, may_split=not layer.owns_kv)
+        return out.reshape(self.positions.size, -1)
 
     def _store(self, layer: LayerConfig, k, v) -> KeyBlock:
         fresh = KeyBlock(k, v, self._chunk_positions)
@@ -166,16 +190,16 @@ class DecodeContext(_Context):
         self._end = position + 1
         self._valid = active[:, None]
 
-    def kv_tables(self, layer: LayerConfig) -> Tables:
-        return self.tables(layer)
-
-    def attend(self, layer: LayerConfig, q, k, v) -> jax.Array:
-        """Stores k and v (an owner layer's), then attends: [B, 1, K, G, H]."""
+    def attend(self, attention: Attention, qkv: jax.Array) -> jax.Array:
+        """Norms and rotates qkv [B, K, C, H], stores an owner's k and v, attends: [B, K·G·H]."""
+        layer = attention.layer
+        tables = self._tables[layer.kind]
+        q, k, v = attention.split(self._fold(qkv, self.positions), tables, self.numerics)
         if layer.owns_kv:
             self._write(layer, k, v, self.positions, self._valid)
             self._keys[layer.index] = self._visible(layer)
-        keys = self._keys[layer.kv_source]
-        return self._attend(layer, q, keys)
+        out = self._attend(layer, q, self._keys[layer.kv_source])
+        return out.reshape(self.positions.size, -1)
 
     def _visible(self, layer: LayerConfig) -> KeyBlock:
         if not (self.numerics.matches_vllm and layer.window):
@@ -186,3 +210,7 @@ class DecodeContext(_Context):
         width = -(-layer.window // tile) * tile + tile
         positions = first[:, None] + jnp.arange(width, dtype=first.dtype)
         return self._at_positions(layer, positions)
+
+
+def _is_blocked(length: int) -> bool:
+    return length > LOCAL_BLOCK and length % LOCAL_BLOCK == 0

@@ -75,14 +75,9 @@ class Embedding(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """down( gelu_tanh(gate(x)) · up(x) ), gate and up stored as one matrix."""
+    """Weights of down( gelu_tanh(gate(x)) · up(x) ), gate and up stored as one matrix."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, numerics: Numerics):
         dtype = numerics.dtype
         self.gate_up = parameter(2, intermediate_size, hidden_size, axes="gate F D", dtype=dtype)
         self.down = parameter(hidden_size, intermediate_size, axes="D F", dtype=dtype)
-
-    def __call__(self, x: jax.Array, numerics: Numerics) -> jax.Array:
-        y = numerics.einsum("...d,cfd->...cf", x, self.gate_up[...])
-        active = gelu_mul(y[..., 0, :], y[..., 1, :], numerics)
-        return numerics.einsum("...f,df->...d", active, self.down[...])

@@ -4,6 +4,8 @@ NNX gives structure and names; the engine keeps a flat list of leaves and merges
 module inside `jax.jit`. Source: transformers 5.17 `Gemma4TextModel`.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,17 +13,16 @@ from flax import nnx
 from gemma_jax.config import LayerConfig, ModelConfig
 from gemma_jax.model.attention import Attention
 from gemma_jax.model.context import DecodeContext, PrefillContext
-from gemma_jax.model.layers import (
-    Embedding,
-    Mlp,
-    add,
-    gelu_mul,
-    parameter,
-    rms_norm,
-    scale,
-    softcap,
-)
+from gemma_jax.model.layers import Embedding, Mlp, add, parameter, rms_norm, scale, softcap
 from gemma_jax.model.moe import MixtureOfExperts
+from gemma_jax.model.residual import (
+    Ops,
+    Residual,
+    matmul,
+    project,
+    project_gate,
+    project_gelu_mul,
+)
 from gemma_jax.numerics import Numerics
 
 Context = PrefillContext | DecodeContext
@@ -41,7 +42,7 @@ class PerLayerEmbedding(nnx.Module):
     def __call__(
         self, ids: jax.Array, h: jax.Array, first: int, last: int, numerics: Numerics
     ) -> jax.Array:
-        """Inputs of layers first … last - 1 from ids [B, T] and embeddings [B, T, D]: [B, T, n, P].
+        """Inputs of layers first … last - 1 from ids [...] and embeddings [..., D]: [..., n, P].
 
         ((projection · D^(-1/2)) normed + token row · sqrt(P)) · 2^(-1/2).
         """
@@ -49,26 +50,27 @@ class PerLayerEmbedding(nnx.Module):
         shape = (*ids.shape, last - first, self.width)
         rows = self.table[...].at[ids, columns].get(mode="clip")
         token = scale(rows, numerics.constant(self.width**0.5), numerics).reshape(shape)
-        context = numerics.einsum("btd,pd->btp", h, self.projection[...][columns])
+        context = numerics.einsum("...d,pd->...p", h, self.projection[...][columns])
         context = scale(context, numerics.scalar(h.shape[-1] ** -0.5), numerics).reshape(shape)
         context = rms_norm(context, self.norm[...], self.eps, numerics)
         return scale(add(context, token, numerics), numerics.scalar(2.0**-0.5), numerics)
 
 
+class LayerInput(NamedTuple):
+    """One layer's slice of the per-layer inputs [N, L, P] of L layers."""
+
+    inputs: jax.Array
+    layer: int
+
+
 class PerLayerGate(nnx.Module):
-    """The per-layer-input block of one layer: norm( projection( gelu(gate(h)) · ple ) )."""
+    """Weights of the per-layer-input block: norm( projection( gelu(gate(h)) · input ) )."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics):
         d, p, dtype = config.hidden_size, config.hidden_size_per_layer_input, numerics.dtype
-        self.eps = config.rms_norm_eps
         self.gate = parameter(p, d, axes="P D", dtype=dtype)
         self.projection = parameter(d, p, axes="D P", dtype=dtype)
         self.norm = parameter(d, axes="D", dtype=dtype)
-
-    def __call__(self, h: jax.Array, ple: jax.Array, numerics: Numerics) -> jax.Array:
-        gate = numerics.einsum("btd,pd->btp", h, self.gate[...])
-        y = numerics.einsum("btp,dp->btd", gelu_mul(gate, ple, numerics), self.projection[...])
-        return rms_norm(y, self.norm[...], self.eps, numerics)
 
 
 class DecoderLayer(nnx.Module):
@@ -76,7 +78,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, numerics: Numerics):
         d, dtype = config.hidden_size, numerics.dtype
-        self.layer, self.eps = layer, config.rms_norm_eps
+        self.layer = layer
         self.input_layernorm = parameter(d, axes="D", dtype=dtype)
         self.post_attention_layernorm = parameter(d, axes="D", dtype=dtype)
         self.pre_feedforward_layernorm = parameter(d, axes="D", dtype=dtype)
@@ -88,43 +90,49 @@ class DecoderLayer(nnx.Module):
         self.layer_scalar = parameter(1, axes="one", dtype=dtype)
 
     def __call__(
-        self,
-        h: jax.Array,
-        ple: jax.Array | None,
-        context: Context,
-        numerics: Numerics,
-        kv_hidden: jax.Array | None = None,
-    ) -> jax.Array:
-        """The residual stream after this layer, [B, T, D].
+        self, stream: Residual, ple: LayerInput | None, context: Context, narrow: bool = False
+    ) -> Residual:
+        """The stream after this layer; `ple` are the per-layer inputs of a pass.
 
-        `kv_hidden` [B, T', D] is given when K and V are needed for more rows than the queries `h`.
+        `narrow` goes on with the context's selected rows only (and `ple` has those): keys and
+        values are made of all rows, everything else of the selected ones.
         """
-        h = add(h, self._attention(h, context, numerics, kv_hidden), numerics)
-        h = add(h, self._feed_forward(h, numerics), numerics)
-        if self.ple is not None and ple is not None:
-            h = add(h, self.ple(h, ple, numerics), numerics)
-        return scale(h, self.layer_scalar[...], numerics)
+        attend = self._attention_narrowing if narrow else self._attention
+        h, o = attend(stream, context)
+        ops = context.ops
+        stream = Residual(h, self.attention.output(o, ops), self.post_attention_layernorm[...])
+        return self._per_layer_input(self._feed_forward(stream, ops), ple, ops)
 
-    def _attention(self, h, context: Context, numerics: Numerics, kv_hidden) -> jax.Array:
-        x = self._norm(h, self.input_layernorm, numerics)
-        tables = context.tables(self.layer)
-        if kv_hidden is None:
-            q, k, v = self.attention.project(x, tables, numerics)
-        else:
-            kv_x = self._norm(kv_hidden, self.input_layernorm, numerics)
-            kv_tables = context.kv_tables(self.layer)
-            q, k, v = self.attention.project_split(x, tables, kv_x, kv_tables, numerics)
-        o = self.attention.output(context.attend(self.layer, q, k, v), numerics)
-        return self._norm(o, self.post_attention_layernorm, numerics)
+    def _attention(self, stream: Residual, context: Context) -> tuple[jax.Array, jax.Array]:
+        qkv = self.attention.qkv[...]
+        matrix = qkv.reshape(-1, qkv.shape[-1])
+        h, y = project(stream, self.input_layernorm[...], matrix, context.ops)
+        return h, context.attend(self.attention, y.reshape(-1, *qkv.shape[:-1]))
 
-    def _feed_forward(self, h: jax.Array, numerics: Numerics) -> jax.Array:
-        y = self.mlp(self._norm(h, self.pre_feedforward_layernorm, numerics), numerics)
+    def _attention_narrowing(self, stream: Residual, context) -> tuple[jax.Array, jax.Array]:
+        h, x = stream.norm(self.input_layernorm[...], context.ops)
+        groups, numerics = self.layer.num_groups, context.ops.numerics
+        qkv = self.attention.qkv[...]
+        kv = numerics.einsum("nd,kchd->nkch", x, qkv[:, groups:])
+        h, x = context.take(h), context.take(x)
+        q = numerics.einsum("nd,kchd->nkch", x, qkv[:, :groups])
+        return h, context.attend_narrowed(self.attention, q, kv)
+
+    def _feed_forward(self, stream: Residual, ops: Ops) -> Residual:
+        mlp = self.mlp
+        weight = self.pre_feedforward_layernorm[...]
+        h, active = project_gelu_mul(stream, weight, mlp.gate_up[...], ops)
+        y = matmul(active, mlp.down[...], ops)
         if self.moe is not None:
-            y = self.moe(h, y, numerics)
-        return self._norm(y, self.post_feedforward_layernorm, numerics)
+            y = self.moe(h, y, ops.numerics)
+        return Residual(h, y, self.post_feedforward_layernorm[...])
 
-    def _norm(self, x: jax.Array, weight: nnx.Param, numerics: Numerics) -> jax.Array:
-        return rms_norm(x, weight[...], self.eps, numerics)
+    def _per_layer_input(self, stream: Residual, ple: LayerInput | None, ops: Ops) -> Residual:
+        if self.ple is None or ple is None:
+            return stream._replace(scalar=self.layer_scalar[...])
+        h, gated = project_gate(stream, self.ple.gate[...], *ple, ops)
+        y = matmul(gated, self.ple.projection[...], ops)
+        return Residual(h, y, self.ple.norm[...], self.layer_scalar[...])
 
 
 class Gemma4(nnx.Module):
@@ -142,7 +150,6 @@ class Gemma4(nnx.Module):
         ids: jax.Array,
         context: PrefillContext,
         rows: jax.Array | None,
-        numerics: Numerics,
         fast: bool = True,
     ) -> jax.Array | None:
         """Final-normed hidden states of the rows `rows` [B, R] of a chunk `ids` [B, T]: [B, R, D].
@@ -151,27 +158,25 @@ class Gemma4(nnx.Module):
         everything after it on `rows` only; otherwise every layer runs on every row. `rows=None`
         wants no hidden state: only K and V are computed.
         """
-        embedded = self.embed(ids, numerics)
-        last_owner = self.config.first_shared_layer - 1
-        on_all_rows = last_owner if fast else self.config.num_hidden_layers
-        h = self._layers(ids, embedded, embedded, 0, on_all_rows, context, numerics)
+        selected = jnp.zeros((ids.shape[0], 1), jnp.int32) if rows is None else rows
+        last_owner, count = self.config.first_shared_layer - 1, self.config.num_hidden_layers
+        stream = self._embed(ids, context)
+        stream = self._layers(ids, stream, 0, last_owner if fast else count, context)
+        context.select_rows(selected)
         if fast:
-            selected = jnp.zeros((ids.shape[0], 1), jnp.int32) if rows is None else rows
-            context.select_rows(selected)
             ids = jnp.take_along_axis(ids, selected, axis=1)
-            embedded, queries = _take(embedded, selected), _take(h, selected)
-            end = self.config.num_hidden_layers
-            h = self._layers(ids, embedded, queries, last_owner, end, context, numerics, h)
-        elif rows is not None:
-            h = _take(h, rows)
-        return None if rows is None else self._final_norm(h, numerics)
+            stream = self._layers(ids, stream, last_owner, count, context, narrow=True)
+        if rows is None:
+            return None
+        _, x = stream.norm(self.norm[...], context.ops)
+        x = x if fast else context.take(x)
+        return x.reshape(*rows.shape, -1)
 
-    def decode(self, ids: jax.Array, context: DecodeContext, numerics: Numerics) -> jax.Array:
+    def decode(self, ids: jax.Array, context: DecodeContext) -> jax.Array:
         """Final-normed hidden state of one new token a row, ids [B]: [B, D]."""
-        ids = ids[:, None]
-        h = self.embed(ids, numerics)
-        h = self._layers(ids, h, h, 0, self.config.num_hidden_layers, context, numerics)
-        return self._final_norm(h, numerics)[:, 0]
+        stream = self._embed(ids, context)
+        stream = self._layers(ids, stream, 0, self.config.num_hidden_layers, context)
+        return stream.norm(self.norm[...], context.ops)[1]
 
     def logits(self, h: jax.Array, numerics: Numerics) -> jax.Array:
         """Soft-capped logits of hidden states [..., D]: float32 [..., V]."""
@@ -179,26 +184,24 @@ class Gemma4(nnx.Module):
             self.embed.logits(h, numerics), self.config.final_logit_softcapping, numerics
         )
 
+    def _embed(self, ids: jax.Array, context: Context) -> Residual:
+        return Residual(self.embed(ids.reshape(-1), context.ops.numerics))
+
     def _layers(
-        self, ids, embedded, h, first: int, last: int, context: Context, numerics, kv_hidden=None
-    ) -> jax.Array:
-        """Layers first … last - 1; the first of them takes K and V from the rows `kv_hidden`."""
+        self, ids, stream: Residual, first: int, last: int, context: Context, narrow: bool = False
+    ) -> Residual:
+        """Layers first … last - 1; `narrow` makes the first of them go on with selected rows."""
         if first == last:
-            return h
-        ple = None if self.ple is None else self.ple(ids, embedded, first, last, numerics)
+            return stream
+        ids = ids.reshape(-1)
+        ple = None
+        if self.ple is not None:
+            numerics = context.ops.numerics
+            ple = self.ple(ids, self.embed(ids, numerics), first, last, numerics)
         for i in range(first, last):
-            layer_input = None if ple is None else ple[:, :, i - first]
-            h = self.layers[i](h, layer_input, context, numerics, kv_hidden)
-            kv_hidden = None
-        return h
-
-    def _final_norm(self, h: jax.Array, numerics: Numerics) -> jax.Array:
-        return rms_norm(h, self.norm[...], self.config.rms_norm_eps, numerics)
-
-
-def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows [B, R] of x [B, T, D]."""
-    return jnp.take_along_axis(x, rows[..., None], axis=1)
+            layer_input = None if ple is None else LayerInput(ple, i - first)
+            stream = self.layers[i](stream, layer_input, context, narrow and i == first)
+        return stream
 
 
 def abstract_model(config: ModelConfig, numerics: Numerics) -> Gemma4:

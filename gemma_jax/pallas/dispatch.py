@@ -43,7 +43,17 @@ def dispatch(
     choices: Mapping[str, Choice],
     shape: str,
 ) -> Callable[..., Any]:
-    """The implementation to call.
+    """The implementation to call; see `resolve`."""
+    return choices[resolve(op, implementation, choices, shape)].run
+
+
+def resolve(
+    op: str,
+    implementation: Implementation | None,
+    choices: Mapping[str, Choice],
+    shape: str,
+) -> str:
+    """The name of the implementation to call.
 
     Args:
       op: name of the op, for messages.
@@ -69,10 +79,10 @@ def dispatch(
     reason = choices[implementation].unsupported(device)
     if reason is not None:
         raise UnsupportedError(f"{op}: {implementation} cannot take {shape}: {reason}")
-    return choices[implementation].run
+    return implementation
 
 
-def _automatic(op: str, choices: Mapping[str, Choice], shape: str, device: Device):
+def _automatic(op: str, choices: Mapping[str, Choice], shape: str, device: Device) -> str:
     """Our kernels and libraries on a GPU, the reference on a CPU."""
     name = "reference"
     if device.is_gpu:
@@ -84,15 +94,15 @@ def _automatic(op: str, choices: Mapping[str, Choice], shape: str, device: Devic
     if key not in _logged:
         _logged.add(key)
         _log.info("%s %s: %s on %s", op, shape, name, device.kind)
-    return choices[name].run
+    return name
 
 
-def _pallas(op: str, choices: Mapping[str, Choice], shape: str, device: Device):
+def _pallas(op: str, choices: Mapping[str, Choice], shape: str, device: Device) -> str:
     reasons = {}
     for name in (n for n in choices if n in PALLAS):
         reason = choices[name].unsupported(device)
         if reason is None:
-            return choices[name].run
+            return name
         reasons[name] = reason
     said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "it has none"
     raise UnsupportedError(f"{op}: no Pallas kernel takes {shape}: {said}")

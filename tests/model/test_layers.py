@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from model_helpers import BF16, F32, VLLM, as_bf16, as_f32, bf, gelu, mismatch, norm, normal
 
+from gemma_jax.kernels import AUTO
 from gemma_jax.model.layers import (
     Embedding,
-    Mlp,
     add,
     gelu_mul,
     parameter,
@@ -17,6 +17,7 @@ from gemma_jax.model.layers import (
     scale,
     softcap,
 )
+from gemma_jax.model.residual import Ops, Residual, matmul, project_gelu_mul
 from gemma_jax.model.transformer import PerLayerEmbedding
 from gemma_jax.testing.configs import TINY_CONFIGS
 
@@ -139,11 +140,17 @@ def test_embedding_scales_by_the_rounded_root_and_its_head_does_not():
 @pytest.mark.parametrize("rows", ROWS)
 def test_mlp_rounds_every_product_once(rows):
     d, f = 64, 96
-    mlp = Mlp(d, f, BF16)
     gate, up = normal(f, d, seed=1, scale=0.2), normal(f, d, seed=2, scale=0.2)
-    down, x = normal(d, f, seed=3, scale=0.2), normal(1, rows, d, seed=4)
-    mlp.gate_up[...], mlp.down[...] = as_bf16(np.stack([gate, up])), as_bf16(down)
-    y = jax.jit(lambda x: mlp(x, BF16))(as_bf16(x))
+    down, h = as_bf16(normal(d, f, seed=3, scale=0.2)), as_bf16(normal(rows, d, seed=4))
+    ones, ops = jnp.ones(d, jnp.bfloat16), Ops(BF16, AUTO, 1e-6)
+
+    def block(h):
+        matrix = as_bf16(np.stack([gate, up]))
+        return matmul(project_gelu_mul(Residual(h), ones, matrix, ops)[1], down, ops)
+
+    y = jax.jit(block)(h)
+    x, down = as_f32(rms_norm(h, ones, 1e-6, BF16)), as_f32(down)
+    gate, up = bf(gate), bf(up)
     active = bf(bf(gelu(bf(x @ gate.T))) * bf(x @ up.T))
     assert mismatch(y, bf(active @ down.T)) < 0.05
     unrounded = bf((gelu(x @ gate.T) * (x @ up.T)) @ down.T)

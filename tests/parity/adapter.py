@@ -58,5 +58,5 @@ def _forward(program: Program, leaves, cache, chunk: Chunk) -> jax.Array:
         chunk.start, chunk.lengths, length, False,
     )  # fmt: skip
     every_row = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    hidden = model.prefill(chunk.ids, context, every_row, numerics, fast=False)
+    hidden = model.prefill(chunk.ids, context, every_row, fast=False)
     return model.logits(hidden, numerics).astype(jnp.float32)

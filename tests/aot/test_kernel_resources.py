@@ -1,0 +1,32 @@
+"""What ptxas makes of every kernel at the shapes of published models, for an A100 and an H200."""
+
+import jax
+import pytest
+
+from gemma_jax.errors import UnsupportedError
+from gemma_jax.pallas.cases import all_cases
+from gemma_jax.testing import aot
+
+pytestmark = pytest.mark.aot
+
+SHARED_MEMORY = {"a100": 166_912, "h200": 232_448}
+SPILLS_ALLOWED: dict[tuple[str, str], int] = {}
+"""Bytes a kernel may spill on a target, where a committed benchmark shows that tile is faster."""
+
+BENCHED = [case for case in all_cases() if case.bench]
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+@pytest.mark.parametrize("case", BENCHED, ids=lambda case: f"{case.op}-{case.name}")
+def test_a_kernel_does_not_spill_and_fits_shared_memory(case, target, capfd):
+    mesh = aot.target_mesh(target)
+    shapes = jax.eval_shape(lambda: case.inputs(0))
+    try:
+        aot.compile_for(mesh, lambda x: case.call(**x, implementation="pallas"), shapes)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    kernels = aot.parse_ptxas(capfd.readouterr().err)
+    assert kernels, "ptxas reported nothing"
+    for kernel in kernels:
+        assert kernel.spill_bytes <= SPILLS_ALLOWED.get((kernel.name, target), 0), kernel
+        assert kernel.shared_bytes <= SHARED_MEMORY[target], kernel
