@@ -657,6 +657,7 @@ def _heads(x: jax.Array) -> jax.Array:
     return x.reshape(-1, x.shape[-1])
 
 
+@functools.partial(jax.jit, static_argnames=("slots", "window", "numerics", "config"))
 def _attention_pallas(
     q: jax.Array,
     k_cache: jax.Array,
@@ -695,6 +696,9 @@ def _attention_pallas(
     return _run(plan, inputs, math.prod(q.shape[:-1]))["out"].reshape(q.shape)
 
 
+@functools.partial(
+    jax.jit, static_argnames=("groups", "eps", "slots", "window", "numerics", "config")
+)
 def _step_pallas(
     qkv: jax.Array,
     k_cache: jax.Array,

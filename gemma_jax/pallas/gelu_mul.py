@@ -88,6 +88,7 @@ def _kernel(
 # --- wrapper -------------------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnames=("gate_index", "up_index", "numerics", "config"))
 def _gelu_mul_pallas(
     gate: jax.Array,
     up: jax.Array,

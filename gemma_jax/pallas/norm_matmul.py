@@ -87,6 +87,7 @@ def norm_matmul_reference(
 # --- wrapper -------------------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "numerics", "config"))
 def _norm_matmul_triton(
     h: jax.Array,
     w: jax.Array,

@@ -429,7 +429,7 @@ def _split_kernel(
 
     @pl.when(wg < softmax_wgs)
     def _softmax_warpgroup():
-        plgpu.set_max_registers(_registers(shape)[0], action=_registers_action(shape, 0))
+        _take_registers(shape, 0)
         group, turn = _div(wg, c.turns), _rem(wg, c.turns)
         token = _group_token(shape, work, group)
 
@@ -510,7 +510,7 @@ def _split_kernel(
 
     @pl.when((wg >= softmax_wgs) & (wg < softmax_wgs + output_wgs))
     def _output_warpgroup():
-        plgpu.set_max_registers(_registers(shape)[1], action=_registers_action(shape, 1))
+        _take_registers(shape, 1)
         group, half = _div(wg - softmax_wgs, shape.halves), _rem(wg - softmax_wgs, shape.halves)
 
         def body(step, acc):
@@ -563,7 +563,7 @@ def _split_kernel(
 
     @pl.when(wg == softmax_wgs + output_wgs)
     def _load_warpgroup():
-        plgpu.set_max_registers(24, action="decrease")
+        _take_registers(shape, 2)
 
         def keys(step, piece):
             index = step * k_pieces + piece
@@ -624,14 +624,15 @@ def _value_piece(shape: _Shape, piece: int) -> tuple[int, int]:
     return piece // across * ROWS, piece % across * shape.config.v_columns
 
 
-def _registers(shape: _Shape) -> tuple[int, int]:
-    """Registers a thread of the softmax and output warpgroups."""
-    return {3: (152, 208), 4: (144, 168), 5: (72, 168)}[_warpgroups(shape)]
+_REGISTERS = {3: (152, 208, 24), 4: (136, 168, 40), 5: (72, 168, 32)}
+"""By warpgroups of a block: registers a thread of the softmax, output and load warpgroups."""
 
 
-def _registers_action(shape: _Shape, role: int) -> Any:
-    at_launch = 65536 // (128 * _warpgroups(shape)) // 8 * 8
-    return "increase" if _registers(shape)[role] >= at_launch else "decrease"
+def _take_registers(shape: _Shape, role: int) -> None:
+    warpgroups = _warpgroups(shape)
+    count = _REGISTERS[warpgroups][role]
+    at_launch = 65536 // (128 * warpgroups) // 8 * 8
+    plgpu.set_max_registers(count, action="increase" if count >= at_launch else "decrease")
 
 
 # --- joined design --------------------------------------------------------------------------------
@@ -709,7 +710,7 @@ def _joined_kernel(
 
     @pl.when(wg == c.groups)
     def _load_warpgroup():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(32, action="decrease")
 
         def load(source, target, full, empty, step):
             slot = _rem(step, c.stages)

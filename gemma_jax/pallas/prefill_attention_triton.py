@@ -345,6 +345,7 @@ def unsupported(
     return needs_gpu_or_interpreter((8, 0))(device)
 
 
+@functools.partial(jax.jit, static_argnames=("window", "max_q_len", "numerics", "config"))
 def prefill_attention_triton(
     q: jax.Array,
     k: jax.Array,

@@ -287,6 +287,9 @@ def _store_slots(ref: Any, slots_ref: Any, tile: _Tile, halves: Halves, plan: _P
 # --- wrapper -------------------------------------------------------------------------------------
 
 
+@functools.partial(
+    jax.jit, static_argnames=("num_groups", "has_v", "eps", "numerics", "emit_kv", "config")
+)
 def _qkv_norm_rope_pallas(
     qkv: jax.Array,
     q_weight: jax.Array,

@@ -188,6 +188,7 @@ def _at(ref: Any, chunk: _Chunk) -> Any:
 # --- wrapper -------------------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "numerics", "config"))
 def _residual_norm_pallas(
     x: jax.Array,
     y: jax.Array,

@@ -34,6 +34,7 @@ def skinny_matmul_reference(x: jax.Array, w: jax.Array, *, numerics: Numerics) -
     return y if numerics.is_float32 else round_once(y, numerics)
 
 
+@functools.partial(jax.jit, static_argnames=("numerics", "config"))
 def _skinny_matmul_triton(
     x: jax.Array, w: jax.Array, *, numerics: Numerics, config: Config | None = None
 ) -> jax.Array:
