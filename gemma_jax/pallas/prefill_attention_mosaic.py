@@ -624,7 +624,7 @@ def _value_piece(shape: _Shape, piece: int) -> tuple[int, int]:
     return piece // across * ROWS, piece % across * shape.config.v_columns
 
 
-_REGISTERS = {3: (152, 208, 24), 4: (136, 168, 40), 5: (72, 168, 32)}
+_REGISTERS = {3: (152, 208, 24), 4: (136, 168, 40), 5: (72, 168, 24)}
 """By warpgroups of a block: registers a thread of the softmax, output and load warpgroups."""
 
 
