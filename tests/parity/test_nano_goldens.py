@@ -13,7 +13,7 @@ from gemma_jax.testing.goldens import load_teacher_forced
 
 NANO = Path(gemma_jax.__file__).parent / "data" / "nano"
 DATA = Path(__file__).parent / "data"
-MIN_TOP1 = {"greedy": 0.995, "held_out": 0.99}
+MIN_TOP1 = {"greedy": 0.995, "held_out": 0.995}
 """On the reference's own greedy tokens, and on held-out text, where the model hesitates more:
 transformers itself keeps 98.2 % of its top-1 there between bfloat16 and float32."""
 FLOAT32_LOGPROB_TOLERANCE = 4e-4
