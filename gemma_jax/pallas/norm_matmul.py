@@ -5,9 +5,10 @@
     z  = x wᵀ                                         [B, N], or [B, 2, N] of gate|up; one rounding
     out = z | gelu(z₀) · z₁ | gelu(z) · gate_input    "gelu_mul" and "gelu_gate" round twice
 
-Every step but the product may be absent. At decode one kernel does all of it, where separate ones
-would cost a launch each: a block repeats the norms of its 1 to 16 rows, which come from the L2
-cache, and streams its part of w (see `skinny_kernels`).
+Every step but the product may be absent. For one or two rows one kernel does all of it, where
+separate ones would cost a launch each: a block repeats the norms, whose rows come from the L2
+cache, and streams its part of w (see `skinny_kernels`). Up to 16 rows are normed by `residual_norm`
+first.
 
 Limits: as `skinny_matmul`. Source of the formulas: transformers 5.17 `Gemma4TextDecoderLayer`.
 """
@@ -23,6 +24,7 @@ from gemma_jax.numerics import Numerics
 from gemma_jax.pallas.device import current_device
 from gemma_jax.pallas.dispatch import Choice, Implementation, dispatch
 from gemma_jax.pallas.gelu_mul import gelu_mul_reference
+from gemma_jax.pallas.residual_norm import residual_norm
 from gemma_jax.pallas.rms_norm import rms_norm_reference, round_once, widen
 from gemma_jax.pallas.skinny_kernels import (
     Activation,
@@ -33,6 +35,9 @@ from gemma_jax.pallas.skinny_kernels import (
     default_config,
     unsupported,
 )
+
+MAX_FUSED_ROWS = 2
+"""Most rows whose norms every block repeats."""
 
 
 class NormMatmul(NamedTuple):
@@ -106,6 +111,12 @@ def _norm_matmul_triton(
     else:
         w = w[None]
     (batch, k), (parts, n, _) = h.shape, w.shape
+    if batch > MAX_FUSED_ROWS and config is None:
+        h, x = _normed(h, update, factor, pre_weight, eps=eps, numerics=numerics)
+        spec = Spec(batch, parts, n, k, numerics, activation, eps)
+        operands = Operands(x, w, ple=gate_input)
+        config = default_config(spec, False, current_device())
+        return NormMatmul(h, call(operands, config, spec, "norm_matmul")[1])
     stores_h = update is not None or factor is not None
     spec = Spec(batch, parts, n, k, numerics, activation, eps, stores_h)
     has_prologue = stores_h or pre_weight is not None
@@ -114,6 +125,27 @@ def _norm_matmul_triton(
     operands = Operands(h, w, y, post, factor, pre_weight, gate_input)
     h_out, out = call(operands, config, spec, "norm_matmul")
     return NormMatmul(h if h_out is None else h_out, out)
+
+
+def _normed(
+    h: jax.Array,
+    update: Update | None,
+    factor: jax.Array | None,
+    pre_weight: jax.Array | None,
+    *,
+    eps: float,
+    numerics: Numerics,
+) -> tuple[jax.Array, jax.Array]:
+    """h' and what is multiplied, in a kernel of their own: repeated by every block of the product
+    they would cost more than the launch does."""
+    if update is None:
+        h = h if factor is None else numerics.cast(widen(h) * widen(factor))
+        return h, h if pre_weight is None else rms_norm_reference(h, pre_weight, eps, numerics)
+    h, x = residual_norm(
+        h, update.y, update.post_weight, pre_weight, factor,
+        eps=eps, numerics=numerics, implementation="triton",
+    )  # fmt: skip
+    return h, h if x is None else x
 
 
 # --- public op -----------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ Source of the formulas: transformers 5.17 `Gemma4TextAttention`.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -134,10 +135,11 @@ class Config:
 
 
 def default_config(num_tokens: int, num_groups: int, head_dim: int) -> Config:
-    """Prefill: 16 bytes a thread and load, and up to eight heads in flight. Decode: one head."""
+    """Prefill: 16 bytes a thread and load, 2,048 channels in flight. Decode: one head."""
     if num_tokens < 512:
         return Config(1, 1, 1)
-    return Config(max(512 // head_dim, 1), max(min(num_groups, 8), 1), 1)
+    heads = 8 if head_dim <= 256 else 4
+    return Config(max(512 // head_dim, 1), max(math.gcd(num_groups, heads), 1), 1)
 
 
 @dataclass(frozen=True)

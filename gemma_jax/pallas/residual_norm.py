@@ -86,10 +86,10 @@ class Config:
 
 
 def default_config(num_rows: int, width: int) -> Config:
-    """Chunks of 16 bytes a thread; enough warps that a row stays in registers."""
-    num_warps = 2 if width <= 2048 else 4 if width <= 4096 else 8
+    """Chunks of 16 bytes a thread. Many rows: a warp or two a row; few: all the warps there are."""
+    num_warps = 1 if width <= 4096 else 8
     if num_rows < 512:
-        num_warps = 4 if width <= 2048 else 8
+        num_warps = 8
     return Config(1, 256 * num_warps, num_warps)
 
 

@@ -103,28 +103,38 @@ class Spec:
 
 
 def default_config(spec: Spec, has_prologue: bool, device: Device) -> Config:
-    """One or two rows with a prologue: x stays in registers, if it fits. Else tensor cores.
+    """The fastest on an H200 at E2B's shapes (docs/kernels.md).
 
-    Short K has no room for a pipeline of dots.
+    One or two rows with a prologue keep x in registers; one row without one streams along K while
+    that is short; everything else goes to the tensor cores.
     """
-    per_thread = spec.batch * spec.parts * spec.k
-    if has_prologue and spec.batch <= 2 and per_thread <= 6144 and spec.k <= RESIDENT_K:
-        blocks = 2 * device.num_cores
-        if per_thread <= 3072:
-            return Config("rows", 4, 256, blocks=blocks)
-        return Config("rows", 2, 512, blocks=blocks)
+    if has_prologue and spec.batch <= 2 and spec.k <= RESIDENT_K:
+        return _rows_config(spec, device)
     if not has_prologue and spec.batch <= 2 and spec.k <= 512:
         return Config("columns", 4, 256, ahead=2)
+    if not has_prologue and spec.batch == 1 and spec.k in (2048, 4096):
+        return Config("columns", 2, 2048, ahead=spec.k // 2048)
     return _dot_config(spec, device)
 
 
-def _dot_config(spec: Spec, device: Device) -> Config:
-    """A tile of 64 rows; K in as many segments as give every core a block.
+def _rows_config(spec: Spec, device: Device) -> Config:
+    """Few outputs: small tiles, so that every core has some. Else as many blocks as fit at once."""
+    per_thread = spec.batch * spec.parts * spec.k
+    if per_thread > 6144:
+        return _dot_config(spec, device)
+    if spec.batch == 1 and spec.n * spec.parts < 32 * device.num_cores:
+        return Config("rows", 2, 512, blocks=min(5 * device.num_cores, -(-spec.n // 2)))
+    blocks = (3 if spec.batch == 1 and per_thread <= 3072 else 2) * device.num_cores
+    return Config("rows", 4 if per_thread <= 6144 else 2, 256, blocks=blocks)
 
-    Each tile reads all of x, so with many rows more segments, hence fewer outputs, cost traffic.
+
+def _dot_config(spec: Spec, device: Device) -> Config:
+    """A tile of 64 rows; K in up to four segments, to give every core a block.
+
+    More segments, hence fewer outputs a tile, would read x more often.
     """
     segments = 1
-    for more in (2, 4, 8) if spec.batch <= 4 else (2, 4):
+    for more in (2, 4):
         fills = spec.n * segments >= 64 * device.num_cores
         if not fills and spec.k % (more * 64) == 0:
             segments = more
@@ -132,7 +142,9 @@ def _dot_config(spec: Spec, device: Device) -> Config:
     width = next(w for w in (128, 64, 32, 16) if length % w == 0)
     if spec.numerics.is_float32:
         width = min(width, 32)
-    return Config("dot", 64 // segments, width, segments=segments, num_stages=4)
+    rows = 64 // segments // (spec.parts if segments == 1 else 1)
+    stages = min(max(length // width, 2), 6 if spec.parts == 1 else 4)
+    return Config("dot", rows, width, segments=segments, num_stages=stages)
 
 
 def unsupported(h: jax.Array, w: jax.Array, numerics: Numerics, device: Device) -> str | None:

@@ -58,6 +58,7 @@ def poison_out_of_bounds(monkeypatch):
 
     A GPU checks no bounds and the interpreter hides it: it clamps loads and drops stores.
     """
+    jax.clear_caches()  # kernels traced before this would not be checked
     load, store = triton_api.load, triton_api.store
 
     def checked_load(ref, *, mask=None, **keywords):

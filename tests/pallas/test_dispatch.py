@@ -67,7 +67,7 @@ def test_a_name_that_cannot_take_the_inputs_raises_with_op_shape_and_reason(on):
     on(V100)
     with pytest.raises(UnsupportedError, match=r"capability 8\.0, Tesla V100 has 7\.0"):
         dispatch("op", "triton", choices(), "[8]")
-    with pytest.raises(UnsupportedError, match="no Pallas kernel takes.*mosaic: .*triton: "):
+    with pytest.raises(UnsupportedError, match=r"no Pallas kernel takes.*mosaic: .*triton: "):
         dispatch("op", "pallas", choices(), "[8]")
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from kernel_checks import poison_out_of_bounds
 
 from gemma_jax.config import PRESETS
 from gemma_jax.errors import UnsupportedError
@@ -16,7 +17,6 @@ from gemma_jax.model import layers
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas import norm_matmul as norm_module
 from gemma_jax.pallas import skinny_matmul as skinny_module
-from gemma_jax.pallas import triton_api
 from gemma_jax.pallas.cases import norm_matmul as norm_cases
 from gemma_jax.pallas.cases import skinny_matmul as skinny_cases
 from gemma_jax.pallas.device import Device
@@ -82,23 +82,8 @@ def check(case, implementation="triton"):
 
 @pytest.fixture
 def nan_outside(monkeypatch):
-    """Loads give NaN where an index passes the end and no mask hides it, as a GPU might.
-
-    The interpreter clips such an index instead, so a missing mask would go unseen.
-    """
-    load = triton_api.load
-
-    def poisoned(ref, mask=None, other=None):
-        value = load(ref, mask=mask, other=other)
-        indexer = ref.transforms[-1]
-        inside = jnp.ones(value.shape, bool) if mask is None or other is None else mask
-        for index, size in zip(indexer.indices, indexer.shape, strict=True):
-            inside = inside & (jnp.asarray(index) < size)
-        if mask is not None and other is not None:
-            inside = inside | ~mask
-        return jnp.where(inside, value, jnp.nan)
-
-    monkeypatch.setattr(triton_api, "load", poisoned)
+    """Accesses past an end that no mask forbids give NaN."""
+    poison_out_of_bounds(monkeypatch)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
