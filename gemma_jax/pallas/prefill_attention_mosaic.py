@@ -226,7 +226,8 @@ def _work(shape: _Shape, meta: Any, index: jax.Array, block: jax.Array) -> _Work
     first_key = 0 if window is None else jnp.maximum(position + low - window + 1, 0)
     k_low = _floor8(k_shift + first_key)
     keys = k_shift + position + high + 1 - k_low
-    steps = jnp.maximum(_div(keys + shape.config.block_kv - 1, shape.config.block_kv), 0)
+    steps = _div(keys + shape.config.block_kv - 1, shape.config.block_kv)
+    steps = jnp.where(low <= high, jnp.maximum(steps, 0), 0)  # nothing to do past the sequence
     return _Work(
         head=head,
         kv_head=_div(head, shape.fold),
