@@ -185,8 +185,8 @@ def default_config(
     tile, stages = (64, 2) if not wide and programs < 16 else (32, 3)
     if itemsize == 4:
         tile, stages = 16, 2
-    if wide and packed > _MIN_ROWS and not device.at_least(9):
-        stages = 2  # 168 KB otherwise
+    if wide and not device.at_least(9):
+        packed, stages = _MIN_ROWS, min(stages, 2 if rows > _MIN_ROWS else 3)  # more spill
     splits = _splits(programs * -(-rows // packed), -(-span // tile), device)
     combine = "last" if splits <= 16 else "kernel"
     return Config(

@@ -124,8 +124,10 @@ def _rows_config(spec: Spec, device: Device) -> Config:
         return _dot_config(spec, device)
     if spec.batch == 1 and spec.n * spec.parts < 32 * device.num_cores:
         return Config("rows", 2, 512, blocks=min(5 * device.num_cores, -(-spec.n // 2)))
-    blocks = (3 if spec.batch == 1 and per_thread <= 3072 else 2) * device.num_cores
-    return Config("rows", 4 if per_thread <= 6144 else 2, 256, blocks=blocks)
+    if per_thread > 3072 and not device.at_least(9):
+        return Config("rows", 2, 256, blocks=2 * device.num_cores)  # larger tiles spill
+    blocks = (3 if per_thread <= 3072 else 2) * device.num_cores
+    return Config("rows", 4, 256, blocks=blocks)
 
 
 def _dot_config(spec: Spec, device: Device) -> Config:

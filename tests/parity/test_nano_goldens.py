@@ -13,9 +13,11 @@ from gemma_jax.testing.goldens import load_teacher_forced
 
 NANO = Path(gemma_jax.__file__).parent / "data" / "nano"
 DATA = Path(__file__).parent / "data"
-MIN_TOP1 = {"greedy": 0.995, "held_out": 0.995}
-"""On the reference's own greedy tokens, and on held-out text, where the model hesitates more:
-transformers itself keeps 98.2 % of its top-1 there between bfloat16 and float32."""
+MIN_TOP1 = {"greedy": 0.995, "held_out": 0.994}
+"""On the reference's own greedy tokens, and on held-out text, where the model hesitates more: we
+measured 99.50 % there, and another CPU may round a few sums the other way. Transformers itself
+keeps 99.2 % of its top-1 there between bfloat16 and float32."""
+MIN_TOP1_OVERALL = 0.995
 FLOAT32_LOGPROB_TOLERANCE = 4e-4
 """On the held-out rows transformers float32 is at most 5.9e-5 from its own float64 run, ours 1.3e-4
 (both 3.1e-6 on average), and they are 2.1e-4 from each other at one row; twice that is allowed."""
@@ -73,6 +75,14 @@ def test_bfloat16_top1_matches_transformers(record, texts, bfloat16):
     agree = bfloat16.argmax(-1) == record.argmax("bfloat16")
     print(f"{texts}: top-1 agreement {agree.mean():.4%} of {agree.size} rows")
     assert agree.mean() >= MIN_TOP1[texts]
+
+
+def test_bfloat16_top1_matches_transformers_over_all_texts():
+    agree = []
+    for name in MIN_TOP1:
+        record = load_teacher_forced(DATA / f"nano_{name}.npz")
+        agree.append(_logprobs(record, "bfloat16").argmax(-1) == record.argmax("bfloat16"))
+    assert np.concatenate(agree).mean() >= MIN_TOP1_OVERALL
 
 
 def test_every_bfloat16_flip_is_inside_the_reference_noise(record, bfloat16):
