@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources, util
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,14 +42,25 @@ def target_mesh(name: str) -> Mesh:
     return topologies.make_mesh(topology, (1,), ("x",))
 
 
-def compile_for(mesh: Mesh, function: Callable[..., Any], *arguments: Any, **jit_options: Any):
-    """The executable of `function` for `mesh`; arguments are arrays or shapes, in any tree."""
+def compile_for(
+    mesh: Mesh,
+    function: Callable[..., Any],
+    *arguments: Any,
+    dump_to: Path | None = None,
+    **jit_options: Any,
+):
+    """The executable of `function` for `mesh`; arguments are arrays or shapes, in any tree.
+
+    XLA's own files, the order of kernels among them, go to the folder `dump_to`.
+    """
     sharding = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(function, **jit_options).trace(*shapes).lower().compile()
+        lowered = jax.jit(function, **jit_options).trace(*shapes).lower()
+    options = {} if dump_to is None else {"xla_dump_to": str(dump_to)}
+    return lowered.compile(compiler_options=options)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,78 @@
+"""The decode loop compiled for a GPU: one CUDA graph a step, few kernels, no copy of the cache."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gemma_jax import runner
+from gemma_jax.checkpoint.names import leaf_shapes
+from gemma_jax.config import FULL, SLIDING
+from gemma_jax.kernels import AUTO
+from gemma_jax.model.cache import CacheLayout, init_cache
+from gemma_jax.model.transformer import abstract_model
+from gemma_jax.numerics import Numerics
+from gemma_jax.sampling import RowState, SamplingStatics, SamplingTable
+from gemma_jax.sharding import named_parameters
+from gemma_jax.testing import aot
+from gemma_jax.testing.configs import named_config
+
+pytestmark = pytest.mark.aot
+
+LAYERS = 4
+KERNELS_OF_A_LAYER = 7
+OTHER_KERNELS = 30
+"""Embedding, per-layer inputs, RoPE tables, head, sampling, loop."""
+
+
+def shapes(rows):
+    """Arguments of `runner.decode` for E2B cut to four layers, as shapes."""
+    config = named_config("e2b").replace(
+        num_hidden_layers=LAYERS, layer_types=(SLIDING, FULL) * 2, num_kv_shared_layers=2,
+        vocab_size=4096, vocab_size_per_layer_input=4096,
+    )  # fmt: skip
+    numerics = Numerics()
+    layout = CacheLayout.plan(config, rows, 1024, 256, 128)
+    program = runner.make_program(config, numerics, layout, AUTO)
+    sizes = leaf_shapes(config)
+    names = named_parameters(abstract_model(config, numerics))
+    leaves = [jax.ShapeDtypeStruct(sizes[name], jnp.bfloat16) for name in names]
+    cache = jax.eval_shape(lambda: init_cache(config, layout, jnp.bfloat16))
+
+    def column(dtype, *rest):
+        return jax.ShapeDtypeStruct((rows, *rest), dtype)
+
+    i, f = jnp.int32, jnp.float32
+    table = SamplingTable(
+        column(f), column(i), column(f), column(f), column(f), column(f), column(f), column(i),
+        column(i), column(jnp.uint32, 2), column(i, 0), column(i, 0), column(f, 0),
+    )  # fmt: skip
+    state = RowState(column(i), column(i), column(i), column(jnp.bool_))
+    return program, (leaves, cache, state, table, jax.ShapeDtypeStruct((), i))
+
+
+@pytest.mark.parametrize("target", aot.TARGETS)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_step_is_one_graph_of_few_kernels_and_copies_no_cache(rows, target, tmp_path):
+    program, arguments = shapes(rows)
+
+    def decode(*arrays):
+        return runner.decode(program, 8, SamplingStatics(), *arrays)
+
+    compiled = aot.compile_for(
+        aot.target_mesh(target), decode, *arguments, dump_to=tmp_path, donate_argnums=(1, 2)
+    )
+    cache = {",".join(map(str, x.shape)) for x in jax.tree.leaves(arguments[1])}
+    copied = re.findall(r"= bf16\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    assert not cache & set(copied)
+
+    (thunks,) = tmp_path.glob("*decode*thunk_sequence_after_thunk_passes.txt")
+    body = thunks.read_text().split("body:")[1].splitlines()
+    graphs = [line for line in body if "kCommandBuffer" in line]
+    kernels = [line for line in body if "kCustomKernel" in line or "kKernel" in line]
+    inside = [line for line in kernels if line.startswith(" " * 8)]
+    assert len(graphs) == 1
+    assert len(inside) == len(kernels) > KERNELS_OF_A_LAYER * LAYERS
+    norms = 3 * LAYERS if rows > 2 else 0  # apart from three rows on
+    assert len(kernels) <= KERNELS_OF_A_LAYER * LAYERS + norms + OTHER_KERNELS
