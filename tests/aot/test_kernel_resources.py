@@ -21,9 +21,9 @@ go to local memory once a tile. No tile without spills came near its speed (docs
 One register of several queries a sequence at head width 512 on an A100 is not worth a smaller tile.
 """
 
-MODELS = ("e2b", "31b", "row")
-"""The narrowest and the widest; the others lie between. Heads know no model, only rows."""
-BENCHED = [c for c in all_cases() if c.bench and any(m in c.name.lower() for m in MODELS)]
+BETWEEN = ("e4b", "12b", "26b")
+"""Models whose shapes lie between those of E2B and 31B; left out for time."""
+BENCHED = [c for c in all_cases() if c.bench and not any(m in c.name.lower() for m in BETWEEN)]
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
