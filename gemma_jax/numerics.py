@@ -3,7 +3,8 @@
 A bf16 model keeps activations in bf16 and computes every element-wise step in float32; *where* the
 float32 result is rounded back decides the tokens. Each such point is an explicit
 `lax.reduce_precision`, because XLA may delete a plain float32 → bf16 → float32 round trip. In a
-float32 model no rounding applies anywhere. docs/numerics.md lists every rule with its source.
+float32 model no rounding applies anywhere, nor to float64 arrays: with those every formula gives
+the exact result that errors are measured against. docs/numerics.md lists each rule with its source.
 """
 
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ ROUNDINGS: tuple[Rounding, ...] = ("hf", "vllm")
 
 MASK_VALUE = float(jnp.finfo(jnp.float32).min)
 """Score of a key that may not be attended to; finite, so that an empty row stays free of NaN."""
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """`x` in float32, in which element-wise steps are computed; float64 stays."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 @dataclass(frozen=True)
@@ -54,17 +60,19 @@ class Numerics:
 
     def round(self, x: jax.Array) -> jax.Array:
         """float32 `x` rounded to the nearest compute-dtype value, still stored as float32."""
-        return x if self.is_float32 else lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        if self.is_float32 or x.dtype == jnp.float64:
+            return x
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
     def cast(self, x: jax.Array) -> jax.Array:
         """float32 `x` rounded and stored in the compute dtype."""
-        return self.round(x).astype(self.jnp_dtype)
+        return x if x.dtype == jnp.float64 else self.round(x).astype(self.jnp_dtype)
 
     def einsum(self, equation: str, *operands: jax.Array) -> jax.Array:
         """Matrix product with float32 accumulation and one rounding on the output."""
         y = jnp.einsum(equation, *operands, precision=self.precision)
         # Skinny products are expanded to float32 loops whose bf16 output XLA would not round.
-        return y if self.is_float32 else lax.reduce_precision(y, exponent_bits=8, mantissa_bits=7)
+        return self.round(y)
 
     def constant(self, value: float) -> jax.Array:
         """A model constant such as sqrt(D), rounded to the compute dtype, as float32."""

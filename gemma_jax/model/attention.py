@@ -84,8 +84,8 @@ class KeyBlock(NamedTuple):
 
 
 def causal_mask(q_positions: jax.Array, k_positions: jax.Array, window: int | None) -> jax.Array:
-    """[B, T, S]: key position in (q - window, q], or in [0, q] without a window."""
-    q, k = q_positions[:, :, None], k_positions[:, None, :]
+    """[..., T, S] of [..., T] and [..., S]: 0 <= k <= q and, with a window, k > q - window."""
+    q, k = q_positions[..., :, None], k_positions[..., None, :]
     mask = (k >= 0) & (k <= q)
     return mask if window is None else mask & (k > q - window)
 

@@ -1,14 +1,15 @@
 """Norm, embedding, MLP and soft cap: the element-wise formulas of the decoder.
 
 Weights keep the published `[out, in]` order. Every function takes the `Numerics` that says where to
-round. Source of the formulas: transformers 5.17 `Gemma4TextModel`.
+round; float64 arguments give the exact result. The kernels' references are made of these formulas.
+Source: transformers 5.17 `Gemma4TextModel`.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from gemma_jax.numerics import Numerics
+from gemma_jax.numerics import Numerics, widen
 
 
 def parameter(*shape: int, axes: str, dtype: str) -> nnx.Param:
@@ -24,33 +25,36 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float, numerics: Numer
 
     The weight multiplies directly (no 1 + w); `None` is a norm without weight.
     """
-    wide = x.astype(jnp.float32)
+    wide = widen(x)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     out = wide * numerics.inverse_root(mean_square + eps)
-    return numerics.cast(out if weight is None else out * weight.astype(jnp.float32))
+    return numerics.cast(out if weight is None else out * weight.astype(wide.dtype))
 
 
 def add(x: jax.Array, y: jax.Array, numerics: Numerics) -> jax.Array:
     """x + y, rounded once."""
-    return numerics.cast(x.astype(jnp.float32) + y.astype(jnp.float32))
+    return numerics.cast(widen(x) + widen(y))
 
 
 def scale(x: jax.Array, factor: jax.Array, numerics: Numerics) -> jax.Array:
     """x · factor, rounded once; `factor` broadcasts."""
-    return numerics.cast(x.astype(jnp.float32) * factor.astype(jnp.float32))
+    return numerics.cast(widen(x) * widen(factor))
 
 
 def gelu_mul(gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Array:
     """gelu_tanh(gate) · up; the activation and the product are rounded apart."""
-    wide = gate.astype(jnp.float32)
-    inner = 0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)
-    active = numerics.round(0.5 * wide * (1.0 + jnp.tanh(inner)))
-    return numerics.cast(active * up.astype(jnp.float32))
+    return numerics.cast(numerics.round(gelu_tanh(widen(gate))) * widen(up))
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """x/2 · (1 + tanh( sqrt(2/π) (x + 0.044715 x³) )) of a widened x, unrounded."""
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return 0.5 * x * (1.0 + jnp.tanh(inner))
 
 
 def softcap(logits: jax.Array, cap: float | None, numerics: Numerics) -> jax.Array:
     """cap · tanh(logits / cap) as float32, each of the three steps rounded; `None` is no cap."""
-    z = logits.astype(jnp.float32)
+    z = widen(logits)
     if cap is None:
         return z
     z = numerics.round(z / cap)

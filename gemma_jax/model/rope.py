@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gemma_jax.config import RopeConfig
-from gemma_jax.numerics import Numerics
+from gemma_jax.numerics import Numerics, widen
 
 
 @functools.lru_cache
@@ -42,10 +42,11 @@ def rope_tables(
 
 
 def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array], numerics: Numerics) -> jax.Array:
-    """Rotates `x` [B, T, ..., H] by tables [B, T, H/2]; any axes between T and H are heads."""
-    heads = x.ndim - 3
-    cos, sin = (t.reshape(*t.shape[:2], *[1] * heads, t.shape[-1]) for t in tables)
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotates `x` [..., heads, H] by tables [..., H/2]; `heads` stands for any number of axes."""
+    wide = widen(x)
+    heads = [1] * (x.ndim - tables[0].ndim)
+    cos, sin = (t.reshape(*t.shape[:-1], *heads, t.shape[-1]).astype(wide.dtype) for t in tables)
+    low, high = jnp.split(wide, 2, axis=-1)
     return jnp.concatenate(
         [numerics.rotate(low, -high, cos, sin), numerics.rotate(high, low, cos, sin)], axis=-1
     )

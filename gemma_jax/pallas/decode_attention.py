@@ -30,6 +30,8 @@ from jax.experimental import pallas as pl
 from gemma_jax.errors import UnsupportedError
 from gemma_jax.model import cache as kv
 from gemma_jax.model.attention import causal_mask
+from gemma_jax.model.layers import rms_norm
+from gemma_jax.model.rope import apply_rope
 from gemma_jax.numerics import MASK_VALUE, Numerics
 from gemma_jax.pallas import triton_api as tt
 from gemma_jax.pallas.device import Device, current_device
@@ -39,6 +41,7 @@ from gemma_jax.pallas.dispatch import (
     dispatch,
     needs_gpu_or_interpreter,
 )
+from gemma_jax.pallas.kernel_math import inverse_root, rotate
 
 MAX_QUERIES = 8
 LOG2E = 1.4426950408889634
@@ -69,7 +72,7 @@ def decode_attention_reference(
     scores = jnp.where(mask[:, None, None], scores, MASK_VALUE)
     weights = jnp.where(mask[:, None, None], jax.nn.softmax(scores, axis=-1), 0)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, v, precision=exact)
-    return out if wide == jnp.float64 else numerics.cast(out)
+    return numerics.cast(out)
 
 
 def decode_attention_step_reference(
@@ -90,15 +93,15 @@ def decode_attention_step_reference(
     numerics: Numerics,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Norm, RoPE, cache write, attention: one after the other."""
-    args = (cos, sin, numerics)
-    q = _rotate(_norm(qkv[:, :, :groups], q_weight, eps, numerics), *args)
+    rope = functools.partial(apply_rope, tables=(cos, sin), numerics=numerics)
+    q = rope(rms_norm(qkv[:, :, :groups], q_weight, eps, numerics))
     if qkv.shape[2] > groups:
-        k = _rotate(_norm(qkv[:, :, groups : groups + 1], k_weight, eps, numerics), *args)[:, None]
-        v = _norm(qkv[:, :, -1:], None, eps, numerics)[:, None]
+        k = rope(rms_norm(qkv[:, :, groups], k_weight, eps, numerics))[:, None]
+        v = rms_norm(qkv[:, :, -1], None, eps, numerics)[:, None]
         position, valid = jnp.maximum(lengths - 1, 0)[:, None], (lengths > 0)[:, None]
         at = (position, valid, page_table, slots)
-        k_cache = kv.write(k_cache, k[:, :, :, 0].astype(k_cache.dtype), *at)
-        v_cache = kv.write(v_cache, v[:, :, :, 0].astype(v_cache.dtype), *at)
+        k_cache = kv.write(k_cache, k, *at)
+        v_cache = kv.write(v_cache, v, *at)
     out = decode_attention_reference(
         q[:, None],
         k_cache,
@@ -110,25 +113,6 @@ def decode_attention_step_reference(
         numerics=numerics,
     )
     return out[:, 0], k_cache, v_cache
-
-
-def _norm(x: jax.Array, weight: jax.Array | None, eps: float, numerics: Numerics) -> jax.Array:
-    """RMS norm over the last axis with the rounding of `model/layers.rms_norm`; wide."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    out = wide * numerics.inverse_root(mean_square + eps)
-    out = out if weight is None else out * weight.astype(wide.dtype)
-    return out if wide.dtype == jnp.float64 else numerics.round(out)
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, numerics: Numerics) -> jax.Array:
-    """RoPE of wide x [B, K, C, H] with the rounding of `model/rope.apply_rope`; a cached dtype."""
-    c, s = (t.astype(x.dtype)[:, None, None] for t in (cos, sin))
-    low, high = jnp.split(x, 2, axis=-1)
-    if x.dtype == jnp.float64:
-        return jnp.concatenate([low * c - high * s, high * c + low * s], axis=-1)
-    turned = [numerics.rotate(low, -high, c, s), numerics.rotate(high, low, c, s)]
-    return jnp.concatenate(turned, axis=-1)
 
 
 @dataclass(frozen=True)
@@ -349,23 +333,13 @@ def _norm_and_rotate(
     """`rms_norm` and `apply_rope` of float32 halves [..., H/2]; in the compute dtype."""
     numerics = plan.numerics
     square = jnp.sum(low * low, axis=-1) + jnp.sum(high * high, axis=-1)
-    root = numerics.inverse_root(square / plan.head_dim + plan.eps)[..., None]
+    root = inverse_root(square, plan.head_dim, plan.eps)[..., None]
     w_low, w_high = (weight[half].astype(jnp.float32) for half in _halves(plan))
     low = tt.rounded(low * root * w_low, numerics)
     high = tt.rounded(high * root * w_high, numerics)
     cos, sin = (refs[x][p.row, :].astype(jnp.float32) for x in ("cos", "sin"))
-    dtype = plan.numerics.jnp_dtype
-    turned = (
-        _rotated_half(low, -high, cos, sin, numerics),
-        _rotated_half(high, low, cos, sin, numerics),
-    )
-    return turned[0].astype(dtype), turned[1].astype(dtype)
-
-
-def _rotated_half(x, y, cos, sin, numerics: Numerics) -> jax.Array:
-    if numerics.matches_vllm:
-        return x * cos + y * sin
-    return tt.rounded(x * cos, numerics) + tt.rounded(y * sin, numerics)
+    low, high = rotate((low, high), (cos, sin), numerics)
+    return low.astype(numerics.jnp_dtype), high.astype(numerics.jnp_dtype)
 
 
 def _new_key_value(
@@ -378,7 +352,7 @@ def _new_key_value(
     low, high = (raw[first + plan.groups, half].astype(jnp.float32) for half in _halves(plan))
     k_low, k_high = _norm_and_rotate(plan, p, refs, low, high, refs["k_weight"])
     v = raw[first + plan.raw_heads - 1, :].astype(jnp.float32)
-    root = numerics.inverse_root(jnp.sum(v * v, axis=-1) / plan.head_dim + plan.eps)
+    root = inverse_root(jnp.sum(v * v, axis=-1), plan.head_dim, plan.eps)
     return k_low, k_high, (v * root).astype(numerics.jnp_dtype)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from gemma_jax.model import layers
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas import triton_api as triton
 from gemma_jax.pallas.device import Device
@@ -25,7 +26,6 @@ from gemma_jax.pallas.dispatch import (
     dispatch,
     needs_gpu_or_interpreter,
 )
-from gemma_jax.pallas.rms_norm import round_once, widen
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -34,14 +34,7 @@ def gelu_mul_reference(
     gate: jax.Array, up: jax.Array, gate_index: int, up_index: int, *, numerics: Numerics
 ) -> jax.Array:
     """The op in plain jnp on [N, A, F] and [N, B, F]; float64 arguments give the exact result."""
-    x, y = widen(gate[:, gate_index]), widen(up[:, up_index])
-    active = round_once(_gelu(x), numerics)
-    return round_once(active * y, numerics).astype(gate.dtype)
-
-
-def _gelu(x: jax.Array) -> jax.Array:
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return 0.5 * x * (1.0 + jnp.tanh(inner))
+    return layers.gelu_mul(gate[:, gate_index], up[:, up_index], numerics)
 
 
 # --- kernel --------------------------------------------------------------------------------------
@@ -80,7 +73,7 @@ def _kernel(
         inside, other = columns < out_ref.shape[1], 0.0
     gate = triton.load(gate_ref.at[row, gate_index, columns], mask=inside, other=other)
     up = triton.load(up_ref.at[row, up_index, columns], mask=inside, other=other)
-    active = triton.rounded(_gelu(gate.astype(jnp.float32)), numerics)
+    active = triton.rounded(layers.gelu_tanh(gate.astype(jnp.float32)), numerics)
     out = active * up.astype(jnp.float32)
     triton.store(out_ref.at[row, columns], out.astype(out_ref.dtype), mask=inside)
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from gemma_jax.model import layers
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas import triton_api as triton
 from gemma_jax.pallas.device import Device
@@ -55,35 +56,25 @@ class Candidates(NamedTuple):
 # --- reference and plain jnp made for speed ------------------------------------------------------
 
 
-def capped(logits: jax.Array, softcap: float | None, numerics: Numerics) -> jax.Array:
-    """softcap · tanh(logits / softcap) in float32, each step rounded; `None` is no cap."""
-    z = logits.astype(jnp.float32)
-    if softcap is None:
-        return z
-    z = numerics.round(z / softcap)
-    z = numerics.round(jnp.tanh(z))
-    return numerics.round(z * softcap)
-
-
 def greedy_token_reference(
     logits: jax.Array, softcap: float | None, *, numerics: Numerics
 ) -> jax.Array:
     """The op in plain jnp."""
-    return jnp.argmax(capped(logits, softcap, numerics), axis=-1).astype(jnp.int32)
+    return jnp.argmax(layers.softcap(logits, softcap, numerics), axis=-1).astype(jnp.int32)
 
 
 def top_candidates_reference(
     logits: jax.Array, k: int, softcap: float | None, *, numerics: Numerics
 ) -> Candidates:
     """The op in plain jnp."""
-    value, ids = lax.top_k(capped(logits, softcap, numerics), k)
+    value, ids = lax.top_k(layers.softcap(logits, softcap, numerics), k)
     return Candidates(value, ids.astype(jnp.int32))
 
 
 def _block_best_xla(logits: jax.Array, softcap: float | None, numerics: Numerics) -> Best:
     n, v = logits.shape
     padded = jnp.pad(logits, ((0, 0), (0, -v % BLOCK_IDS)), constant_values=-jnp.inf)
-    blocks = capped(padded, softcap, numerics).reshape(n, -1, BLOCK_IDS)
+    blocks = layers.softcap(padded, softcap, numerics).reshape(n, -1, BLOCK_IDS)
     first = jnp.argmax(blocks, axis=-1).astype(jnp.int32)
     starts = jnp.arange(blocks.shape[1], dtype=jnp.int32) * BLOCK_IDS
     return Best(jnp.max(blocks, axis=-1), first + starts)
@@ -178,7 +169,7 @@ def _candidates(
     ids = blocks[..., None] * BLOCK_IDS + jnp.arange(BLOCK_IDS, dtype=blocks.dtype)
     ids = ids.reshape(n, -1).astype(jnp.int32)
     raw = jnp.take_along_axis(logits, jnp.minimum(ids, v - 1), axis=-1)
-    value = jnp.where(ids < v, capped(raw, softcap, numerics), -jnp.inf)
+    value = jnp.where(ids < v, layers.softcap(raw, softcap, numerics), -jnp.inf)
     value, at = lax.top_k(value, k)
     return Candidates(value, jnp.take_along_axis(ids, at, axis=-1))
 

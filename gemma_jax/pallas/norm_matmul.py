@@ -20,12 +20,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gemma_jax.model.layers import add, gelu_mul, rms_norm, scale
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas.device import current_device
 from gemma_jax.pallas.dispatch import Choice, Implementation, dispatch
-from gemma_jax.pallas.gelu_mul import gelu_mul_reference
 from gemma_jax.pallas.residual_norm import residual_norm
-from gemma_jax.pallas.rms_norm import rms_norm_reference, round_once, widen
 from gemma_jax.pallas.skinny_kernels import (
     Activation,
     Config,
@@ -73,20 +72,15 @@ def norm_matmul_reference(
     numerics: Numerics,
 ) -> NormMatmul:
     """The op in plain jnp; float64 arguments give the exact result."""
-    dtype = h.dtype
     if update is not None:
-        normed = rms_norm_reference(update.y, update.post_weight, eps, numerics)
-        h = round_once(widen(h) + widen(normed), numerics).astype(dtype)
+        h = add(h, rms_norm(update.y, update.post_weight, eps, numerics), numerics)
     if factor is not None:
-        wide = widen(h)
-        h = round_once(wide * factor.astype(wide.dtype), numerics).astype(dtype)
-    x = h if pre_weight is None else rms_norm_reference(h, pre_weight, eps, numerics)
-    z = jnp.einsum("bk,...nk->b...n", x, w, precision=numerics.precision)
-    if not numerics.is_float32:
-        z = round_once(z, numerics)
+        h = scale(h, factor, numerics)
+    x = h if pre_weight is None else rms_norm(h, pre_weight, eps, numerics)
+    z = numerics.einsum("bk,...nk->b...n", x, w)
     if gate_input is not None:
         z = jnp.stack([z, gate_input], axis=1)
-    return NormMatmul(h, z if z.ndim == 2 else gelu_mul_reference(z, z, 0, 1, numerics=numerics))
+    return NormMatmul(h, z if z.ndim == 2 else gelu_mul(z[:, 0], z[:, 1], numerics))
 
 
 # --- wrapper -------------------------------------------------------------------------------------
@@ -139,8 +133,8 @@ def _normed(
     """h' and what is multiplied, in a kernel of their own: repeated by every block of the product
     they would cost more than the launch does."""
     if update is None:
-        h = h if factor is None else numerics.cast(widen(h) * widen(factor))
-        return h, h if pre_weight is None else rms_norm_reference(h, pre_weight, eps, numerics)
+        h = h if factor is None else scale(h, factor, numerics)
+        return h, h if pre_weight is None else rms_norm(h, pre_weight, eps, numerics)
     h, x = residual_norm(
         h, update.y, update.post_weight, pre_weight, factor,
         eps=eps, numerics=numerics, implementation="triton",

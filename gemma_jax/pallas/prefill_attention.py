@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gemma_jax.errors import ConfigError
+from gemma_jax.model.attention import causal_mask
 from gemma_jax.numerics import MASK_VALUE, Numerics
 from gemma_jax.pallas import prefill_attention_mosaic as mosaic
 from gemma_jax.pallas import prefill_attention_triton as triton
@@ -112,15 +113,10 @@ def _scatter(out: jax.Array, q: jax.Array, segments: Segments) -> jax.Array:
 
 def _attend(q, k, v, positions, window: int | None, numerics: Numerics) -> jax.Array:
     """One sequence: q [T, K, G, H] at `positions` [T] among keys [S, K, H]."""
-    mask = _mask(positions, jnp.arange(k.shape[0]), window)
+    mask = causal_mask(positions, jnp.arange(k.shape[0]), window)
     if numerics.matches_vllm and not numerics.is_float32:
         return _attend_in_tiles(q, k, v, mask, _first_maximum(positions, window, q.shape[2]))
     return _attend_whole(q, k, v, mask, numerics)
-
-
-def _mask(positions: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
-    mask = (keys >= 0) & (keys <= positions[:, None])
-    return mask if window is None else mask & (keys > positions[:, None] - window)
 
 
 def _attend_whole(q, k, v, mask, numerics: Numerics) -> jax.Array:
@@ -204,8 +200,8 @@ def _xla(
         k_rows, v_rows = (
             jnp.where(inside, x.at[k_offset + keys].get(mode="clip"), 0) for x in (k, v)
         )
-        positions = past + start + jnp.arange(block)
-        return _attend_whole(queries, k_rows, v_rows, _mask(positions, keys, window), numerics)
+        mask = causal_mask(past + start + jnp.arange(block), keys, window)
+        return _attend_whole(queries, k_rows, v_rows, mask, numerics)
 
     blocks = [
         jax.vmap(functools.partial(attend_block, start))(*segments)

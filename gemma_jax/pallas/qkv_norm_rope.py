@@ -28,6 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from gemma_jax.model.layers import rms_norm
+from gemma_jax.model.rope import apply_rope
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas import triton_api as triton
 from gemma_jax.pallas.device import Device
@@ -37,7 +39,7 @@ from gemma_jax.pallas.dispatch import (
     dispatch,
     needs_gpu_or_interpreter,
 )
-from gemma_jax.pallas.rms_norm import inverse_root, rms_norm_reference, round_once, widen
+from gemma_jax.pallas.kernel_math import Halves, inverse_root, rotate
 
 
 class CacheWrite(NamedTuple):
@@ -76,33 +78,17 @@ def qkv_norm_rope_reference(
     emit_kv: bool = True,
 ) -> QkvOutput:
     """The op in plain jnp; float64 arguments give the exact result."""
-    rope = functools.partial(_rope, cos=cos, sin=sin, numerics=numerics)
-    q = rope(rms_norm_reference(qkv[:, :, :num_groups], q_weight, eps, numerics))
+    rope = functools.partial(apply_rope, tables=(cos, sin), numerics=numerics)
+    q = rope(rms_norm(qkv[:, :, :num_groups], q_weight, eps, numerics))
     if k_weight is None:
         return QkvOutput(q)
     raw_k, raw_v = qkv[:, :, num_groups], qkv[:, :, -1]  # the same head without a v head
-    k = rope(rms_norm_reference(raw_k, k_weight, eps, numerics))
-    v = rms_norm_reference(raw_v, None, eps, numerics)
+    k = rope(rms_norm(raw_k, k_weight, eps, numerics))
+    v = rms_norm(raw_v, None, eps, numerics)
     written = (None, None)
     if cache is not None:
         written = _store(cache.k, k, cache.slots), _store(cache.v, v, cache.slots)
     return QkvOutput(q, *((k, v) if emit_kv else (None, None)), *written)
-
-
-def _rope(x: jax.Array, cos: jax.Array, sin: jax.Array, numerics: Numerics) -> jax.Array:
-    """Rotates [N, ..., H] by tables [N, H/2]."""
-    wide = widen(x)
-    axes = tuple(range(1, x.ndim - 1))
-    c, s = (jnp.expand_dims(t.astype(wide.dtype), axes) for t in (cos, sin))
-    low, high = jnp.split(wide, 2, axis=-1)
-
-    def turn(a: jax.Array, b: jax.Array) -> jax.Array:
-        x, y = a * c, b * s
-        if not numerics.matches_vllm:
-            x, y = round_once(x, numerics), round_once(y, numerics)
-        return round_once(x + y, numerics)
-
-    return jnp.concatenate([turn(low, -high), turn(high, low)], axis=-1).astype(x.dtype)
 
 
 def _store(pages: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
@@ -162,7 +148,6 @@ class _Plan:
 
 
 Refs = dict[str, Any]
-Halves = tuple[jax.Array, jax.Array]
 
 
 class _Tile(NamedTuple):
@@ -197,7 +182,7 @@ def _queries(ref: Refs, tile: _Tile, part: jax.Array, plan: _Plan) -> None:
     raw = [_load_head(ref["qkv"], tile, c, plan) for c in heads]
     weight = _load_weight(ref["q_weight"], plan)
     for c, halves in zip(heads, raw, strict=True):
-        rotated = _rotate(_normalise(halves, weight, plan), tables, plan)
+        rotated = rotate(_normalise(halves, weight, plan), tables, plan.numerics)
         _store_rows(ref["q"], tile, (tile.kv_head, c), rotated, plan)
 
 
@@ -208,7 +193,7 @@ def _keys(ref: Refs, tile: _Tile, plan: _Plan) -> None:
     if plan.v_head != plan.num_groups:
         raw_v = _load_head(ref["qkv"], tile, jnp.int32(plan.v_head), plan)
     weight = _load_weight(ref["k_weight"], plan)
-    k = _rotate(_normalise(raw_k, weight, plan), tables, plan)
+    k = rotate(_normalise(raw_k, weight, plan), tables, plan.numerics)
     v = _normalise(raw_v, None, plan)
     for name, halves in (("k", k), ("v", v)):
         if name in ref:
@@ -226,19 +211,6 @@ def _normalise(halves: Halves, weight: Halves | None, plan: _Plan) -> Halves:
     if weight is not None:
         low, high = low * weight[0], high * weight[1]
     return triton.rounded(low, plan.numerics), triton.rounded(high, plan.numerics)
-
-
-def _rotate(halves: Halves, tables: Halves, plan: _Plan) -> Halves:
-    low, high = halves
-    cos, sin = tables
-
-    def turn(x: jax.Array, y: jax.Array) -> jax.Array:
-        x, y = x * cos, y * sin
-        if not plan.numerics.matches_vllm:
-            x, y = triton.rounded(x, plan.numerics), triton.rounded(y, plan.numerics)
-        return x + y  # rounded by the store
-
-    return turn(low, -high), turn(high, low)
 
 
 def _half_slices(plan: _Plan) -> tuple[Any, Any]:

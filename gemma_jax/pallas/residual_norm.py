@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from gemma_jax.model.layers import add, rms_norm, scale
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas import triton_api as triton
 from gemma_jax.pallas.device import Device
@@ -31,7 +32,7 @@ from gemma_jax.pallas.dispatch import (
     dispatch,
     needs_gpu_or_interpreter,
 )
-from gemma_jax.pallas.rms_norm import inverse_root, rms_norm_reference, round_once, widen
+from gemma_jax.pallas.kernel_math import inverse_root
 
 MAX_WIDTH = 16_384
 """Widest row that fits the registers of a program of eight warps."""
@@ -58,13 +59,10 @@ def residual_norm_reference(
     numerics: Numerics,
 ) -> ResidualNorm:
     """The op in plain jnp; float64 arguments give the exact result."""
-    h = round_once(widen(x) + widen(rms_norm_reference(y, post_weight, eps, numerics)), numerics)
+    h = add(x, rms_norm(y, post_weight, eps, numerics), numerics)
     if scalar is not None:
-        h = round_once(h * scalar.astype(h.dtype), numerics)
-    h = h.astype(x.dtype)
-    return ResidualNorm(
-        h, None if pre_weight is None else rms_norm_reference(h, pre_weight, eps, numerics)
-    )
+        h = scale(h, scalar, numerics)
+    return ResidualNorm(h, None if pre_weight is None else rms_norm(h, pre_weight, eps, numerics))
 
 
 # --- kernel --------------------------------------------------------------------------------------

@@ -26,11 +26,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from gemma_jax.model.layers import gelu_tanh
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas import triton_api as triton
 from gemma_jax.pallas.device import Device, current_device
 from gemma_jax.pallas.dispatch import needs_gpu_or_interpreter
-from gemma_jax.pallas.rms_norm import inverse_root
+from gemma_jax.pallas.kernel_math import inverse_root
 
 MAX_BATCH = 16
 """Rows of x: more are a matter for a tiled matmul."""
@@ -283,18 +284,13 @@ def _write_x(refs: Operands, h_out: Any, x_out: Any, spec: Spec) -> None:
 # --- epilogue ------------------------------------------------------------------------------------
 
 
-def _gelu(x: jax.Array) -> jax.Array:
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return 0.5 * x * (1.0 + jnp.tanh(inner))
-
-
 def _finish(
     refs: Operands, out: Any, index: tuple[Any, ...], mask: Any, products: Chunks, spec: Spec
 ) -> None:
     """Activates the products of a tile, each rounded first, and stores the result."""
     value = products[0]
     if spec.activation is not None:
-        active = triton.rounded(_gelu(triton.rounded(value, spec.numerics)), spec.numerics)
+        active = triton.rounded(gelu_tanh(triton.rounded(value, spec.numerics)), spec.numerics)
         if refs.ple is None:
             other = triton.rounded(products[1], spec.numerics)
         else:

@@ -12,12 +12,10 @@ compute capability 8.0 or a CPU (interpreted).
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas.device import current_device
 from gemma_jax.pallas.dispatch import Choice, Implementation, dispatch
-from gemma_jax.pallas.rms_norm import round_once
 from gemma_jax.pallas.skinny_kernels import (
     Config,
     Operands,
@@ -30,8 +28,7 @@ from gemma_jax.pallas.skinny_kernels import (
 
 def skinny_matmul_reference(x: jax.Array, w: jax.Array, *, numerics: Numerics) -> jax.Array:
     """The op in plain jnp; float64 arguments give the exact result."""
-    y = jnp.einsum("bk,nk->bn", x, w, precision=numerics.precision)
-    return y if numerics.is_float32 else round_once(y, numerics)
+    return numerics.einsum("bk,nk->bn", x, w)
 
 
 @functools.partial(jax.jit, static_argnames=("numerics", "config"))
