@@ -4,7 +4,9 @@
     python -m bench.compare --update README.md ...  rewrites the tables inside documents
 
 In a document a table stands between `<!-- table: BENCH -->` and `<!-- end table -->`. Of several
-rows with the same benchmark, case, device and settings the newest counts.
+rows with the same benchmark, case, device and settings the newest counts. The benchmarks
+`kernels-<op>` share one table; there a case shows the rows of the commit that measured it last, so
+that its ratios are all of one state of the code.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+KERNELS = "kernels"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 Row = dict[str, Any]
@@ -48,6 +51,18 @@ def newest(rows: Sequence[Row]) -> list[Row]:
         for r in sorted(rows, key=lambda row: row["date_utc"])
     }
     return list(latest.values())
+
+
+def of_newest_commit(rows: Sequence[Row]) -> list[Row]:
+    """The rows of each benchmark, case and device that come from the commit that measured last."""
+    commits = {
+        (r["bench"], r["case"], r["device"]["kind"]): (r["commit"], r["dirty"])
+        for r in sorted(rows, key=lambda row: row["date_utc"])
+    }
+    return [
+        r for r in rows
+        if commits[r["bench"], r["case"], r["device"]["kind"]] == (r["commit"], r["dirty"])
+    ]  # fmt: skip
 
 
 def variant(row: Row) -> str:
@@ -84,6 +99,17 @@ def _percent(name: str) -> Callable[[Row], str]:
     return _derived(name, 1, 0.01)
 
 
+def _rate(name: str, digits: int) -> Callable[[Row], str]:
+    """In units of 10¹²; a kernel that has no such work, or none worth counting, shows a dash."""
+    return lambda row: _number(row["derived"].get(name) or None, digits, 1e12)
+
+
+def _share_of_peak(row: Row) -> str:
+    """Of arithmetic or of bandwidth, whichever is nearer to its ceiling."""
+    shares = [row["derived"].get(name) or 0.0 for name in ("mfu", "mbu")]
+    return _number(max(shares) or None, 1, 0.01)
+
+
 def _milliseconds(row: Row) -> str:
     low, high = row["p10_ms"], row["p90_ms"]
     return f"{_number(row['median_ms'], 1)} ({_number(low, 1)}-{_number(high, 1)})"
@@ -94,6 +120,7 @@ def _peak_gib(row: Row) -> str:
 
 
 CASE: Column = ("workload", lambda row: row["case"])
+CASE_OF_KERNEL: Column = ("case", lambda row: row["case"])
 VARIANT: Column = ("implementation", variant)
 ENGINE: tuple[Column, ...] = (
     CASE,
@@ -118,6 +145,16 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("peak RSS GiB", _result("peak_rss_bytes", 2, 2**30)),
         ("peak device GiB", _peak_gib),
     ),
+    KERNELS: (
+        ("op", lambda row: row["bench"].removeprefix(f"{KERNELS}-")),
+        CASE_OF_KERNEL,
+        VARIANT,
+        ("µs", lambda row: _number(row["median_ms"], 2, 1e-3)),
+        ("TFLOP/s", _rate("flops_per_s", 1)),
+        ("TB/s", _rate("bytes_per_s", 3)),
+        ("% of peak", _share_of_peak),
+        ("× plain jnp", _derived("speedup_over_reference", 2)),
+    ),
     "ceilings": (
         ("measured", lambda row: row["case"]),
         ("ms", lambda row: _number(row["median_ms"], 3)),
@@ -138,7 +175,9 @@ def table(bench: str, rows: Sequence[Row]) -> str:
     """
     if bench not in COLUMNS:
         raise ValueError(f"bench={bench!r}: expected one of {', '.join(COLUMNS)}")
-    chosen = newest([row for row in rows if row["bench"] == bench])
+    chosen = newest([row for row in rows if _table_of(row) == bench])
+    if bench == KERNELS:
+        chosen = sorted(of_newest_commit(chosen), key=lambda row: row["bench"])
     if not chosen:
         return "No rows yet.\n"
     kinds = dict.fromkeys(row["device"]["kind"] for row in chosen)
@@ -146,6 +185,10 @@ def table(bench: str, rows: Sequence[Row]) -> str:
         _device_table(bench, kind, [r for r in chosen if r["device"]["kind"] == kind])
         for kind in kinds
     )
+
+
+def _table_of(row: Row) -> str:
+    return KERNELS if row["bench"].startswith(f"{KERNELS}-") else row["bench"]
 
 
 def _device_table(bench: str, kind: str, rows: Sequence[Row]) -> str:
@@ -159,8 +202,8 @@ def _device_table(bench: str, kind: str, rows: Sequence[Row]) -> str:
 def _cells(row: Row, columns: Sequence[Column]) -> list[str]:
     if row["status"] == "ok":
         return [value(row) for _, value in columns]
-    names = [value(row) if (name, value) in (CASE, VARIANT) else "" for name, value in columns]
-    names[0] = row["case"]
+    kept = (columns[0], CASE_OF_KERNEL, VARIANT)
+    names = [value(row) if (name, value) in kept else "" for name, value in columns]
     return [*names[:-1], row["status"]]
 
 
@@ -204,7 +247,7 @@ def main() -> int:
         return 1
     if not args.update:
         for bench in COLUMNS:
-            if any(row["bench"] == bench for row in rows):
+            if any(_table_of(row) == bench for row in rows):
                 print(f"### {bench}\n\n{table(bench, rows)}")
     return 0
 

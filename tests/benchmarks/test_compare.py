@@ -42,6 +42,62 @@ def test_a_failed_row_shows_its_status_and_no_number():
     assert text.splitlines()[-1] == "| 8x2048+1 | gemma_jax |  |  |  |  |  |  | oom |"
 
 
+def kernel_row(implementation="triton", **changes):
+    derived = {
+        "flops_per_s": 4e14, "mfu": 0.571, "bytes_per_s": 5e11, "mbu": 0.125,
+        "speedup_over_reference": 3.25,
+    }  # fmt: skip
+    row = {
+        "bench": "kernels-prefill_attention", "case": "e2b full 8x2048", "config": {},
+        "implementation": implementation, "median_ms": 0.6, "derived": derived,
+    }  # fmt: skip
+    return result_row(**row | changes)
+
+
+def test_kernels_of_all_ops_share_a_table():
+    derived = {
+        "flops_per_s": 0.0, "mfu": 0.0, "bytes_per_s": 3.9e12, "mbu": 0.945,
+        "speedup_over_reference": None,
+    }  # fmt: skip
+    norm = kernel_row(
+        bench="kernels-gelu_mul", case="16384 rows", median_ms=0.0523, derived=derived
+    )
+    lines = compare.table("kernels", [kernel_row(), norm]).splitlines()
+    assert lines[-2:] == [
+        "| gelu_mul | 16384 rows | triton | 52.30 | – | 3.900 | 94.5 | – |",
+        "| prefill_attention | e2b full 8x2048 | triton | 600.00 | 400.0 | 0.500 | 57.1 | 3.25 |",
+    ]
+
+
+def test_a_case_shows_the_rows_of_the_commit_that_measured_it_last():
+    old = [kernel_row("reference"), kernel_row("cudnn"), kernel_row(case="other")]
+    later = {"commit": "fedcba9876", "date_utc": "2026-01-03T00:00:00+00:00"}
+    new = [kernel_row("reference", **later), kernel_row("mosaic", **later)]
+    text = compare.table("kernels", [*new, *old])
+    assert "commit 0123456, fedcba9," in text
+    cells = [line.split(" | ")[1:3] for line in text.splitlines()[4:]]
+    assert sorted(cells) == [
+        ["e2b full 8x2048", "mosaic"], ["e2b full 8x2048", "reference"], ["other", "triton"]
+    ]  # fmt: skip
+
+
+def test_a_failed_kernel_keeps_its_names():
+    row = kernel_row(status="error", median_ms=None, derived={})
+    line = compare.table("kernels", [row]).splitlines()[-1]
+    assert line == "| prefill_attention | e2b full 8x2048 | triton |  |  |  |  | error |"
+
+
+def test_a_table_of_kernels_is_filled_from_a_file(tmp_path, monkeypatch):
+    rows, document = tmp_path / "kernels.jsonl", tmp_path / "kernels.md"
+    rows.write_text(json.dumps(kernel_row()) + "\n")
+    document.write_text("a\n<!-- table: kernels -->\nNo rows yet.\n<!-- end table -->\n")
+    monkeypatch.setattr("sys.argv", ["compare", str(rows), "--update", str(document)])
+    assert compare.main() == 0
+    text = document.read_text(encoding="utf-8")
+    assert "| op | case | implementation | µs | TFLOP/s | TB/s | % of peak | × plain jnp |" in text
+    assert "| prefill_attention | e2b full 8x2048 | triton | 600.00 |" in text
+
+
 def test_only_the_blocks_of_a_document_change():
     document = "a\n<!-- table: throughput -->\nold\n<!-- end table -->\nb\n"
     updated = compare.update(document, [result_row()])
@@ -60,6 +116,7 @@ def test_a_broken_line_is_named(tmp_path):
 
 def test_the_committed_tables_are_those_of_the_committed_rows():
     rows = compare.read_rows(sorted(compare.RESULTS.glob("*.jsonl")))
-    for path in (REPOSITORY / "docs/benchmarks.md", REPOSITORY / "README.md"):
+    documents = "docs/benchmarks.md", "docs/kernels.md", "README.md"
+    for path in (REPOSITORY / name for name in documents):
         text = path.read_text(encoding="utf-8")
         assert compare.update(text, rows) == text, f"run: python -m bench.compare --update {path}"
