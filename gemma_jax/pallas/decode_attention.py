@@ -181,8 +181,7 @@ def default_config(
 def _splits(programs: int, tiles: int, device: Device) -> int:
     """Enough programs for the device, none without a tile.
 
-    With many rows two a core, so that one long row does not hold up the others: at 64 rows of 8k it
-    costs 2 %, at 8 of 8k among 56 of 512 it more than halves the time.
+    With many rows two a core, so that one long row does not hold up the others.
     """
     cores = device.num_cores if device.is_gpu else 4
     wanted = (2 if programs >= 16 else 1) * cores
