@@ -5,6 +5,7 @@ is the time of the call. Inputs rotate through sets that together exceed the L2 
 which records no kernels, the wall clock stands in.
 """
 
+import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,15 +41,18 @@ def time_kernel(
       calls: samples.
       in_place: `call` updates an argument, which the benchmark keeps by copying it first: copies
         are not counted.
+    Raises:
+      RuntimeError: the profiler did not record the same number of kernels for each call.
     """
     program = jax.jit(call)
 
     def run(_: None) -> None:
-        out = [program(**inputs[i % len(inputs)]) for i in range(len(inputs))]
+        out = [program(**given) for given in inputs]
         jax.block_until_ready(out)
 
     first = measure(lambda: None, run, 1, 1)
     with tempfile.TemporaryDirectory() as folder:
+        out = None
         with profile.record(Path(folder)):
             for i in range(calls):
                 out = program(**inputs[i % len(inputs)])
@@ -57,7 +61,11 @@ def time_kernel(
     if in_place:
         events = [e for e in events if not e.name.startswith(_COPIES)]
     if not events:
-        return measure(lambda: None, run, 1, 5)
+        sets = itertools.cycle(inputs)
+        wall = measure(
+            lambda: next(sets), lambda given: jax.block_until_ready(program(**given)), 1, calls
+        )
+        return Timing(first.first_ms, wall.samples_ms, wall.warmup)
     durations = np.array([e.duration for e in events])
     if durations.size % calls:
         raise RuntimeError(f"{durations.size} kernels in {calls} calls: not the same in each call")

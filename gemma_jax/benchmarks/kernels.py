@@ -18,13 +18,29 @@ IMPLEMENTATIONS = ("reference", "xla", "cudnn", "triton", "mosaic")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Times the chosen cases; the exit code is 1 if one failed."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    args = _parser().parse_args(given)
+    parser = _parser()
+    args = parser.parse_args(given)
+    cases = chosen_cases(args.op, args.case)
+    if not cases:
+        parser.error(f"no case has --op {args.op} and --case {args.case} in its names")
     report = Report(args.output_json, Source.find(args.commit))
     ceilings = _ceilings(report)
-    for case in all_cases(args.op):
-        if case.bench and (args.case is None or args.case in case.name):
-            measure_case(case, args, ceilings, report, command_line("kernels", given))
+    for case in cases:
+        measure_case(case, args, ceilings, report, command_line("kernels", given))
     return report.finish()
+
+
+def chosen_cases(ops: Sequence[str] | None, names: Sequence[str] | None) -> list[Case]:
+    """The cases worth timing whose op and name contain one of the given texts; None is any."""
+    return [
+        case
+        for case in all_cases()
+        if case.bench and _contains(case.op, ops) and _contains(case.name, names)
+    ]
+
+
+def _contains(text: str, parts: Sequence[str] | None) -> bool:
+    return parts is None or any(part.lower() in text.lower() for part in parts)
 
 
 def measure_case(
@@ -91,9 +107,17 @@ def _ceilings(report: Report) -> Ceilings:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.kernels", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--op", help="only this op (default: all)")
-    parser.add_argument("--case", help="only cases whose name contains this")
-    parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS)
+    parser.add_argument(
+        "--op", action="append", metavar="TEXT",
+        help="only ops whose name contains this, in either case; may be repeated (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--case", action="append", metavar="TEXT",
+        help="only cases whose name contains this, in either case; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--implementation", action="append", choices=IMPLEMENTATIONS, help="may be repeated"
+    )
     parser.add_argument("--num-calls", type=int, default=48, help="counted samples")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-json", type=Path, help="file or folder to append rows to")

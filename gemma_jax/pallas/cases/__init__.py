@@ -31,9 +31,9 @@ class Case:
     bytes: float = 0.0
 
 
-def all_cases(op: str | None = None) -> list[Case]:
-    """Every case of `op`, or of all ops: each file of this folder has a `CASES` list."""
-    names = [op] if op else sorted(m.name for m in pkgutil.iter_modules(__path__))
+def all_cases(file: str | None = None) -> list[Case]:
+    """The `CASES` of one file of this folder, which may hold two related ops, or of all files."""
+    names = [file] if file else sorted(m.name for m in pkgutil.iter_modules(__path__))
     modules = (importlib.import_module(f"{__name__}.{name}") for name in names)
     cases: list[Case] = []
     for module in modules:

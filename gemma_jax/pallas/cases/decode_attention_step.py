@@ -51,6 +51,7 @@ def step_case(
             numerics=Numerics(g.dtype, rounding),
         ),
         bench=bench,
+        in_place=fresh > 0,
         flops=g.flops,
         bytes=g.key_bytes,
     )

@@ -95,7 +95,10 @@ class Heads:
 
 
 def heads_case(name: str, heads: Heads, bench: bool = False) -> Case:
-    return Case("qkv_norm_rope", name, heads.inputs, heads.call, bench, bytes=0.0 + heads.bytes)
+    return Case(
+        "qkv_norm_rope", name, heads.inputs, heads.call, bench,
+        in_place=heads.page > 0, bytes=float(heads.bytes),
+    )  # fmt: skip
 
 
 _shared = functools.partial(Heads, owner=False, has_v=False)
