@@ -5,6 +5,8 @@ import pytest
 from gemma_jax.errors import ConfigError
 from gemma_jax.kernels import Kernels
 
+pytestmark = pytest.mark.fast
+
 
 @pytest.mark.parametrize(
     ("given", "default", "overrides"),

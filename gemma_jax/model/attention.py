@@ -147,6 +147,7 @@ def attend_in_blocks(
 # --- vLLM's rounding ---------------------------------------------------------------------------
 
 VLLM_PREFILL_TILE = 32
+"""Keys a tile of vLLM's prefill kernel; its weights are rounded against the running maximum."""
 VLLM_BLOCK_ROWS = 16
 """Query rows (positions times query heads of a group) that share a pass over the keys."""
 VLLM_SEGMENTS = 16
@@ -190,7 +191,7 @@ def _tiled_attention(
     restart = _segment_starts(keys.positions[:, ::tile], q_positions, tile) if split_keys else None
     running = _running_max(jnp.max(scores, axis=-1), restart)
     if window is not None and not split_keys:
-        start = _first_maximum(q_positions, window, groups)
+        start = first_maximum(q_positions, window, groups, -jnp.inf)
         running = jnp.maximum(running, start[:, None, None, :, None])
     top = jnp.max(running, axis=-1)
     seen = ~jnp.isneginf(running)
@@ -220,19 +221,20 @@ def _pad_keys(keys: KeyBlock, mask: jax.Array, padding: int) -> tuple[KeyBlock, 
     return padded, jnp.pad(mask, ((0, 0), (0, 0), (0, padding)))
 
 
-def _first_maximum(q_positions: jax.Array, window: int, groups: int) -> jax.Array:
-    """Where the running maximum of a row starts, [B, T]: -inf, or 0 after a tile it cannot see.
+def first_maximum(q_positions: jax.Array, window: int, groups: int, low: float) -> jax.Array:
+    """Where the running maximum of a row starts, [..., T]: `low`, or 0 after a tile it cannot see.
 
     That tile is there when the window of the first row of its block begins a tile earlier.
     """
     block = max(VLLM_BLOCK_ROWS // groups, 1)
-    length = q_positions.shape[1]
-    block_starts = q_positions[:, jnp.arange(length) // block * block]
+    length = q_positions.shape[-1]
+    block_starts = q_positions[..., jnp.arange(length) // block * block]
 
     def first_tile(position: jax.Array) -> jax.Array:
         return jnp.maximum(position - window + 1, 0) // VLLM_PREFILL_TILE
 
-    return jnp.where(first_tile(block_starts) < first_tile(q_positions), 0.0, -jnp.inf)
+    hidden = first_tile(block_starts) < first_tile(q_positions)
+    return jnp.where(hidden, 0.0, jnp.float32(low))
 
 
 def _segment_starts(tile_positions: jax.Array, q_positions: jax.Array, tile: int) -> jax.Array:

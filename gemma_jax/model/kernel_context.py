@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from gemma_jax.config import LayerConfig, LayerKind, ModelConfig
 from gemma_jax.kernels import Kernels
 from gemma_jax.model import cache as kv
-from gemma_jax.model.attention import Attention, KeyBlock
+from gemma_jax.model.attention import Attention, KeyBlock, Tables
 from gemma_jax.model.cache import CacheLayout, KVCache
 from gemma_jax.model.context import DecodeContext, PrefillContext
 from gemma_jax.numerics import Numerics
@@ -109,7 +109,7 @@ class KernelPrefillContext(PrefillContext):
         return self._attend_rows(layer, self._split(attention, q, self._tables[layer.kind]).q)
 
     def _split(
-        self, attention: Attention, qkv: jax.Array, tables, cache: CacheWrite | None = None
+        self, attention: Attention, qkv: jax.Array, tables: Tables, cache: CacheWrite | None = None
     ) -> QkvOutput:
         layer = attention.layer
         owner = cache is not None
@@ -133,7 +133,7 @@ class KernelPrefillContext(PrefillContext):
         i = layer.index
         return CacheWrite(self._k[i], self._v[i], self._slots[layer.kind])
 
-    def _past(self, layer: LayerConfig):
+    def _past(self, layer: LayerConfig) -> KeyBlock | None:
         """The window before the chunk, read before the chunk overwrites the ring."""
         if not (self._has_past and layer.is_sliding):
             return None

@@ -125,8 +125,6 @@ class Config:
       splits: programs that share the keys of a row; 1 = one pass.
       combine: who merges the splits: "last" = the last of them, "kernel" = a second kernel.
       rows: query rows (tokens times heads of a group) a program, at least 16.
-      early: load the first tile into registers before the queries are made ready; hides a memory
-        latency where a program has a tile or two.
     """
 
     tile: int
@@ -135,7 +133,6 @@ class Config:
     splits: int = 1
     combine: Literal["last", "kernel"] = "last"
     rows: int = _MIN_ROWS
-    early: bool = False
 
 
 def default_config(
@@ -218,6 +215,7 @@ class _Plan:
 
     @property
     def programs(self) -> int:
+        """Programs of one split."""
         return self.batch * self.kv_heads * self.blocks
 
     @property
@@ -234,6 +232,7 @@ class _Plan:
 
     @property
     def kept_splits(self) -> int:
+        """Splits that the arrays between the passes have room for: a power of two."""
         return pl.next_power_of_2(self.config.splits)
 
 
@@ -304,7 +303,7 @@ def _wide(mask: jax.Array, width: int) -> jax.Array:
     return jnp.broadcast_to(mask[:, None], (mask.shape[0], width))
 
 
-class Queries(NamedTuple):
+class _Queries(NamedTuple):
     """The queries of a program, padded rows zero."""
 
     low: jax.Array  # [rows, H/2], channels of the first half
@@ -312,18 +311,18 @@ class Queries(NamedTuple):
     position: jax.Array  # [rows]
 
 
-def _load_queries(plan: _Plan, p: _Program, refs: dict[str, Any]) -> Queries:
+def _load_queries(plan: _Plan, p: _Program, refs: dict[str, Any]) -> _Queries:
     """The queries, ready to attend."""
     rows, valid, position = _query_rows(plan, p)
     if not plan.raw_heads:
         low, high = (_load_rows(refs["q"], rows, half, valid) for half in _halves(plan))
-        return Queries(low, high, position)
+        return _Queries(low, high, position)
     group = jnp.arange(plan.config.rows, dtype=jnp.int32)
     rows = (p.row * plan.kv_heads + p.head) * plan.raw_heads + group
     low, high = (
         _load_rows(refs["qkv"], rows, half, valid).astype(jnp.float32) for half in _halves(plan)
     )
-    return Queries(*_norm_and_rotate(plan, p, refs, low, high, refs["q_weight"]), position)
+    return _Queries(*_norm_and_rotate(plan, p, refs, low, high, refs["q_weight"]), position)
 
 
 def _norm_and_rotate(
@@ -370,7 +369,7 @@ def _empty_state(plan: _Plan) -> State:
     )
 
 
-def _state_of_new_key(plan: _Plan, q: Queries, new: Any, mine: jax.Array) -> State:
+def _state_of_new_key(plan: _Plan, q: _Queries, new: Any, mine: jax.Array) -> State:
     """The state after the step's own key if it is `mine` (traced), else the empty state."""
     k_low, k_high, v = (x.astype(jnp.float32) for x in new)
     score = jnp.sum(q.low.astype(jnp.float32) * k_low[None], axis=1)
@@ -423,7 +422,7 @@ def _load_tile(plan: _Plan, p: _Program, refs: dict[str, Any], t: jax.Array) -> 
     )
 
 
-def _attend_tile(plan: _Plan, q: Queries, tile: _Tile, state: State) -> State:
+def _attend_tile(plan: _Plan, q: _Queries, tile: _Tile, state: State) -> State:
     """One step of the online softmax."""
     top, total, out = state
     precision = plan.numerics.precision
@@ -461,7 +460,6 @@ def _attention_kernel(*args: Any, plan: _Plan, names: tuple[str, ...]) -> None:
 
     def run() -> None:
         first, stop = split * p.tiles // p.live, (split + 1) * p.tiles // p.live
-        early = _load_tile(plan, p, refs, first) if plan.config.early else None
         q = _load_queries(plan, p, refs)
         state = _empty_state(plan)
         if plan.is_owner:
@@ -469,8 +467,6 @@ def _attention_kernel(*args: Any, plan: _Plan, names: tuple[str, ...]) -> None:
             mine = (split == p.live - 1) & (p.length > 0)
             state = _state_of_new_key(plan, q, new, mine)
             pl.when(mine)(lambda: _write_cache(plan, p, refs, new))
-        if early is not None:
-            state, first = _attend_tile(plan, q, early, state), first + 1
 
         def body(t: jax.Array, state: State) -> State:
             return _attend_tile(plan, q, _load_tile(plan, p, refs, t), state)

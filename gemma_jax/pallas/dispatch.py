@@ -61,7 +61,8 @@ def resolve(
       choices: name → way to run it on these inputs, best first; `reference` takes everything.
       shape: the inputs in short, for messages and the log.
     Raises:
-      UnsupportedError: the named implementation does not exist or cannot take these inputs.
+      UnsupportedError: the op has no implementation of that name, or it cannot take these inputs.
+      ConfigError: no op has an implementation of that name.
     """
     device = current_device()
     if implementation is None:

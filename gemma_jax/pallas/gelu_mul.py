@@ -117,6 +117,7 @@ def gelu_mul(
 
     Raises:
       UnsupportedError: the named implementation cannot take these inputs.
+      ValueError: shapes that do not fit each other.
     """
     if y.ndim != 3 or y.shape[1] != 2:
         raise ValueError(f"y{list(y.shape)}: expected [N, 2, F]")
@@ -139,6 +140,7 @@ def gelu_gate(
       layer: index on the axis L.
     Raises:
       UnsupportedError: the named implementation cannot take these inputs.
+      ValueError: shapes that do not fit each other.
     """
     n, p = gate.shape
     if inputs.ndim != 3 or (inputs.shape[0], inputs.shape[2]) != (n, p):

@@ -206,6 +206,7 @@ def top_candidates(
 
     Raises:
       UnsupportedError: the named implementation cannot take these inputs.
+      ValueError: k is below 1 or above V.
     """
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"k={k}: expected 1 … {logits.shape[1]}, the vocabulary")

@@ -170,6 +170,7 @@ def norm_matmul(
       implementation: None picks the fastest that supports the inputs; a name runs or raises.
     Raises:
       UnsupportedError: the named implementation cannot take these inputs.
+      ValueError: shapes that do not fit each other.
     """
     _check(h, w, update, gate_input)
     choices = {

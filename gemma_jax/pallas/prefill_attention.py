@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gemma_jax.errors import ConfigError
-from gemma_jax.model.attention import causal_mask
+from gemma_jax.model.attention import VLLM_PREFILL_TILE, causal_mask, first_maximum
 from gemma_jax.numerics import MASK_VALUE, Numerics
 from gemma_jax.pallas import prefill_attention_mosaic as mosaic
 from gemma_jax.pallas import prefill_attention_triton as triton
@@ -62,6 +62,7 @@ def prefill_attention(
       implementation: None picks the fastest that supports the inputs; a name runs or raises.
     Raises:
       UnsupportedError: the named implementation cannot take these inputs; says which and why.
+      ConfigError: shapes or dtypes that make no batch.
     """
     _check_inputs(q, k, v, segments, max_q_len, uniform, numerics)
     if max_k_len is None:
@@ -115,7 +116,10 @@ def _attend(q, k, v, positions, window: int | None, numerics: Numerics) -> jax.A
     """One sequence: q [T, K, G, H] at `positions` [T] among keys [S, K, H]."""
     mask = causal_mask(positions, jnp.arange(k.shape[0]), window)
     if numerics.matches_vllm and not numerics.is_float32:
-        return _attend_in_tiles(q, k, v, mask, _first_maximum(positions, window, q.shape[2]))
+        first = jnp.full(positions.shape, MASK_VALUE, jnp.float32)
+        if window is not None:
+            first = first_maximum(positions, window, q.shape[2], MASK_VALUE)
+        return _attend_in_tiles(q, k, v, mask, first)
     return _attend_whole(q, k, v, mask, numerics)
 
 
@@ -128,9 +132,9 @@ def _attend_whole(q, k, v, mask, numerics: Numerics) -> jax.Array:
     return numerics.einsum("kgts,skh->tkgh", weights, v).astype(q.dtype)
 
 
-def _attend_in_tiles(q, k, v, mask, first_maximum) -> jax.Array:
+def _attend_in_tiles(q, k, v, mask, first) -> jax.Array:
     """vLLM's order: a tile of keys at a time, weights rounded against the running maximum."""
-    f32, tile = jnp.float32, triton.VLLM_TILE
+    f32, tile = jnp.float32, VLLM_PREFILL_TILE
     padding = -k.shape[0] % tile
     k, v = (jnp.pad(x, ((0, padding), (0, 0), (0, 0))) for x in (k, v))
     mask = jnp.pad(mask, ((0, 0), (0, padding)))
@@ -153,28 +157,11 @@ def _attend_in_tiles(q, k, v, mask, first_maximum) -> jax.Array:
         v.reshape(-1, tile, *v.shape[1:]),
         jnp.moveaxis(mask.reshape(mask.shape[0], -1, tile), 1, 0),
     )
-    top = jnp.broadcast_to(first_maximum[:, None, None], q.shape[:3])
+    top = jnp.broadcast_to(first[:, None, None], q.shape[:3])
     state = (top, jnp.zeros(q.shape[:3], f32), jnp.zeros(q.shape, f32))
     (_, total, out), _ = lax.scan(step, state, tiles)
     out = out / jnp.where(total == 0.0, 1.0, total)[..., None]
     return lax.reduce_precision(out, 8, 7).astype(q.dtype)
-
-
-def _first_maximum(positions: jax.Array, window: int | None, groups: int) -> jax.Array:
-    """Where the running maximum of a row starts: at 0 after a tile that the row cannot see.
-
-    There is one when the window of the first row of its block begins a tile earlier.
-    """
-    low = jnp.full(positions.shape, MASK_VALUE, jnp.float32)
-    if window is None:
-        return low
-    block = max(triton.VLLM_BLOCK_ROWS // groups, 1)
-    block_positions = positions - jnp.arange(positions.shape[0]) % block
-
-    def first_tile(position: jax.Array) -> jax.Array:
-        return jnp.maximum(position - window + 1, 0) // triton.VLLM_TILE
-
-    return jnp.where(first_tile(block_positions) < first_tile(positions), 0.0, low)
 
 
 # --- without a kernel of ours --------------------------------------------------------------------

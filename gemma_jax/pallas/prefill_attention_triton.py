@@ -24,16 +24,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from gemma_jax.errors import UnsupportedError
+from gemma_jax.model.attention import VLLM_BLOCK_ROWS, VLLM_PREFILL_TILE
 from gemma_jax.numerics import MASK_VALUE, Numerics
 from gemma_jax.pallas import triton_api as triton
 from gemma_jax.pallas.device import SHARED_MEMORY, Device, current_device
 from gemma_jax.pallas.dispatch import needs_gpu_or_interpreter
 from gemma_jax.pallas.segments import Segments
-
-VLLM_TILE = 32
-"""Keys a tile of vLLM's prefill kernel; its weights are rounded against the running maximum."""
-VLLM_BLOCK_ROWS = 16
-"""Query rows of a block there; its window starts with the first of them."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def default_config(head_dim: int, groups: int, numerics: Numerics, device: Devic
     config = replace(config, q_rows=tall, chunk=min(config.chunk, head_dim))
     if numerics.matches_vllm and not numerics.is_float32:
         stages = 1 if _has_little_shared_memory(device) else 2
-        return replace(config, k_rows=VLLM_TILE, num_stages=stages)
+        return replace(config, k_rows=VLLM_PREFILL_TILE, num_stages=stages)
     return config
 
 
@@ -250,7 +246,7 @@ def _sees_no_first_tile(rows: _Rows, tile, sizes: _Sizes, window: int, config: C
     block_position = rows.position - token % block
 
     def first_tile(position):
-        return jnp.maximum(position - window + 1, 0) // VLLM_TILE
+        return jnp.maximum(position - window + 1, 0) // VLLM_PREFILL_TILE
 
     return first_tile(block_position) < first_tile(rows.position)
 
@@ -393,7 +389,7 @@ def _check_config(config: Config, groups: int, head_dim: int, numerics: Numerics
         problem = f"q_rows={config.q_rows} is less than the {groups} heads of a group"
     elif head_dim % config.chunk:
         problem = f"chunk={config.chunk} does not divide the head width {head_dim}"
-    elif numerics.matches_vllm and not numerics.is_float32 and config.k_rows != VLLM_TILE:
-        problem = f"k_rows={config.k_rows} is not the {VLLM_TILE} of vLLM's rounding"
+    elif numerics.matches_vllm and not numerics.is_float32 and config.k_rows != VLLM_PREFILL_TILE:
+        problem = f"k_rows={config.k_rows} is not the {VLLM_PREFILL_TILE} of vLLM's rounding"
     if problem is not None:
         raise UnsupportedError(f"prefill_attention: triton: {problem}")

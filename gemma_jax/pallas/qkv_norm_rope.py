@@ -354,6 +354,7 @@ def qkv_norm_rope(
       implementation: None picks the fastest that supports the inputs; a name runs or raises.
     Raises:
       UnsupportedError: the named implementation cannot take these inputs.
+      ValueError: shapes that do not fit each other.
     """
     _check(qkv, k_weight, cos, num_groups, has_v, cache, emit_kv)
     choices = {

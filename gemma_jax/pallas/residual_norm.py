@@ -246,6 +246,7 @@ def residual_norm(
       implementation: None picks the fastest that supports the inputs; a name runs or raises.
     Raises:
       UnsupportedError: the named implementation cannot take these inputs.
+      ValueError: shapes that do not fit each other.
     """
     if x.shape != y.shape or x.ndim != 2:
         raise ValueError(f"x{list(x.shape)}, y{list(y.shape)}: expected the same [N, D]")

@@ -83,6 +83,7 @@ class Operands:
     ple: Any = None
 
     def names(self) -> list[str]:
+        """The operands that there are."""
         return [f.name for f in fields(self) if getattr(self, f.name) is not None]
 
 
@@ -443,7 +444,11 @@ def grid_of(config: Config, spec: Spec) -> tuple[int]:
 def call(
     operands: Operands, config: Config, spec: Spec, name: str
 ) -> tuple[jax.Array | None, jax.Array]:
-    """The new residual stream [B, K] if there is one, and the result [B, N]."""
+    """The new residual stream [B, K] if there is one, and the result [B, N].
+
+    Raises:
+      ValueError: a "dot" tile that does not divide K.
+    """
     if config.design == "dot" and spec.k % (config.segments * config.width):
         raise ValueError(f"{config}: does not divide K = {spec.k}")
     names = operands.names()

@@ -55,6 +55,7 @@ def skinny_matmul(
       implementation: None picks the fastest that supports the inputs; a name runs or raises.
     Raises:
       UnsupportedError: the named implementation cannot take these inputs.
+      ValueError: shapes that do not fit each other.
     """
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"x{list(x.shape)}, w{list(w.shape)}: expected [B, K] and [N, K]")

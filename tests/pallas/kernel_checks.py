@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from gemma_jax.pallas import triton_api
 from gemma_jax.testing.tolerance import assert_close_to_exact
@@ -12,6 +13,17 @@ def compiled(call):
     """`call` of a tree of arrays, compiled quickly rather than well on a CPU."""
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
     return jax.jit(call, compiler_options=options)
+
+
+def edge_cases(cases, *fast):
+    """Parametrizes `case` by the cases that only test edges, those named `fast` marked so."""
+    edges = {f"{case.op}: {case.name}": case for case in cases if not case.bench}
+    assert edges.keys() >= set(fast)
+    params = [
+        pytest.param(case, id=name, marks=[pytest.mark.fast] if name in fast else [])
+        for name, case in edges.items()
+    ]
+    return pytest.mark.parametrize("case", params)
 
 
 def run(case, inputs, implementation):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_checks import edge_cases
 
 from gemma_jax.errors import UnsupportedError
 from gemma_jax.model.attention import KeyBlock, attend
@@ -59,7 +60,7 @@ def check_close(case, arrays, found, against_plain=True):
     assert error <= bound, (error, bound)
 
 
-@named(ATTENTION)
+@edge_cases(ATTENTION, "decode_attention: window beyond the sequence")
 def test_attention_interpreted(case):
     arrays = case.inputs(0)
     check_close(case, arrays, run(case, arrays, "triton"), against_plain=False)
@@ -94,7 +95,7 @@ def check_step(case):
             assert np.count_nonzero(mine != theirs) <= 0.01 * mine.size
 
 
-@named(STEP)
+@edge_cases(STEP, "decode_attention_step: shared")
 def test_step_interpreted(case):
     check_step(case)
 
@@ -109,7 +110,7 @@ SPLIT = Geometry((150, 40, 1, 0), 1, 4, 32, 160, 16, paged=True)
 ROWS = Geometry((90, 3), 2, 6, 32, 96, 32, queries=8)
 CONFIGS = [
     (SPLIT, Config(16, 4, 2, 3, "kernel")),
-    (SPLIT, Config(32, 4, 2, 8, "last", early=True)),
+    (SPLIT, Config(32, 4, 2, 8, "last")),
     (ROWS, Config(32, 4, 2, 2, "last")),
     (ROWS, Config(16, 4, 2, 3, "kernel", 32)),
     (Geometry((90, 3), 1, 2, 32, 48, 16, window=30), Config(64, 4, 2, 1)),
@@ -151,7 +152,7 @@ def test_split_step_equals_the_unsplit_one():
     )
     one, split = (
         jax.jit(functools.partial(call, config=config))(**arrays)
-        for config in (Config(32, 4, 2), Config(16, 4, 2, 4, early=True))
+        for config in (Config(32, 4, 2), Config(16, 4, 2, 4))
     )
     for a, b in zip(one, split, strict=True):
         np.testing.assert_allclose(

@@ -6,6 +6,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from gemma_jax.pallas.device import current_device
 
+pytestmark = pytest.mark.fast
+
 
 def test_a_cpu_has_no_capability():
     device = current_device()

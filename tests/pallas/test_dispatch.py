@@ -9,6 +9,8 @@ from gemma_jax.pallas import dispatch as module
 from gemma_jax.pallas.device import Device
 from gemma_jax.pallas.dispatch import Choice, dispatch, needs_gpu_or_interpreter
 
+pytestmark = pytest.mark.fast
+
 CPU = Device("cpu", None)
 A100 = Device("NVIDIA A100-SXM4-80GB", (8, 0), 108)
 H200 = Device("NVIDIA H200", (9, 0), 132)

@@ -10,6 +10,7 @@ from kernel_checks import (
     check_close_to_exact,
     close_to_exact,
     compiled,
+    edge_cases,
     poison_out_of_bounds,
 )
 
@@ -30,7 +31,7 @@ def run_tile(inputs, config):
     )
 
 
-@pytest.mark.parametrize("case", EDGES.values(), ids=list(EDGES))
+@edge_cases(CASES, "gelu_mul: width 1", "gelu_gate: first layer")
 def test_interpreted_kernel_is_as_close_to_exact_as_plain_code(case):
     check_close_to_exact(case)
 
@@ -56,8 +57,8 @@ def test_gate_takes_the_slice_of_its_layer():
     case = gate_case("layer 2", 3, 4, 2, width=32)
     inputs = case.inputs(0)
     expected = layers.gelu_mul(inputs["gate"], inputs["inputs"][:, 2], Numerics())
-    for implementation in ("reference", "triton"):
-        assert_equal(case.call(**inputs, implementation=implementation), expected)
+    assert_equal(case.call(**inputs, implementation="reference"), expected)
+    close_to_exact(case.call(**inputs, implementation="triton"), case, inputs)
 
 
 @settings(max_examples=4, deadline=None)

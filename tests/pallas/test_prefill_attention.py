@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from kernel_checks import edge_cases
 
 from gemma_jax.config import PRESETS
 from gemma_jax.errors import ConfigError, UnsupportedError
@@ -71,7 +72,7 @@ def check(case, implementation):
     np.testing.assert_array_equal(kernel[exact[:, 0, 0, 0] == 0.0], 0.0)
 
 
-@pytest.mark.parametrize("case", EDGES.values(), ids=list(EDGES))
+@edge_cases(CASES, "prefill_attention: padded, unequal")
 def test_interpreted_kernel_is_as_close_to_exact_as_plain_code(case):
     check(case, "triton")
 

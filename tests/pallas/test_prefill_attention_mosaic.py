@@ -74,6 +74,7 @@ def test_interpreted_kernel_ignores_poisoned_padding(name):
     check(name)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     ("name", "config"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from kernel_checks import poison_out_of_bounds
+from kernel_checks import edge_cases, poison_out_of_bounds
 
 from gemma_jax.config import PRESETS
 from gemma_jax.errors import UnsupportedError
@@ -23,11 +23,8 @@ from gemma_jax.pallas.device import Device
 from gemma_jax.pallas.skinny_kernels import Config, Spec, default_config, grid_of, unsupported
 from gemma_jax.testing.tolerance import assert_close_to_exact
 
-CASES = {
-    f"{c.op}: {c.name}": c
-    for c in [*skinny_cases.CASES, *norm_cases.CASES]
-    if not c.bench
-}  # fmt: skip
+ALL = [*skinny_cases.CASES, *norm_cases.CASES]
+CASES = {f"{c.op}: {c.name}": c for c in ALL if not c.bench}
 HF, VLLM, FLOAT32 = Numerics(), Numerics(rounding="vllm"), Numerics("float32")
 DEVICES = [Device("NVIDIA H200", (9, 0), 132), Device("NVIDIA A100", (8, 0), 108)]
 DESIGNS = [
@@ -86,7 +83,7 @@ def nan_outside(monkeypatch):
     poison_out_of_bounds(monkeypatch)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@edge_cases(ALL, "skinny_matmul: 3 rows", "norm_matmul: product alone")
 def test_interpreted_kernel_is_as_close_to_exact_as_plain_code(case, nan_outside):
     check(case)
 

@@ -1,10 +1,15 @@
 """Shape cases of the kernels, one file an op: tests and benchmarks run the same list."""
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -40,3 +45,17 @@ def all_cases(file: str | None = None) -> list[Case]:
         listed: Sequence[Case] = module.CASES
         cases.extend(listed)
     return cases
+
+
+def normal(seed: int) -> Callable[..., jax.Array]:
+    """draw(shape, dtype, scale=1.0): small arrays by numpy, which compiles nothing, or by jax."""
+    generator = np.random.default_rng(seed)
+
+    def draw(shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> jax.Array:
+        if math.prod(shape) < 1 << 20:
+            small = np.float32(scale) * generator.standard_normal(shape, np.float32)
+            return jnp.asarray(small, dtype)
+        key = jax.random.key(generator.integers(1 << 31))
+        return scale * jax.random.normal(key, shape, dtype)
+
+    return draw

@@ -1,8 +1,6 @@
 """Cases of `decode_attention`; what was never written into a cache is NaN in the small ones."""
 
 import functools
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas.cases import Case
+from gemma_jax.pallas.cases import Case, normal
 from gemma_jax.pallas.decode_attention import decode_attention
 
 
@@ -70,19 +68,6 @@ class Geometry:
         if self.paged:
             found["page_table"] = jnp.asarray(order.reshape(self.batch, -1), jnp.int32)
         return found
-
-
-def normal(seed: int) -> Callable[..., jax.Array]:
-    """draw(shape, dtype): small arrays from numpy, which compiles nothing; large ones by jax."""
-    generator = np.random.default_rng(seed)
-
-    def draw(shape: tuple[int, ...], dtype: str) -> jax.Array:
-        if math.prod(shape) < 1 << 20:
-            return jnp.asarray(generator.standard_normal(shape, np.float32), dtype)
-        key = jax.random.key(generator.integers(1 << 31))
-        return jax.random.normal(key, shape, dtype)
-
-    return draw
 
 
 def _inputs(geometry: Geometry, holes: bool, seed: int) -> dict[str, Any]:

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas.cases import Case
+from gemma_jax.pallas.cases import Case, normal
 from gemma_jax.pallas.gelu_mul import gelu_gate, gelu_mul
 
 
 def _normal(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Wide enough to reach the tails of the activation."""
-    return (3 * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
+    return normal(seed)(shape, dtype, scale=3.0)
 
 
 def mlp_case(

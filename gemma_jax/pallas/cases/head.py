@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas.cases import Case
+from gemma_jax.pallas.cases import Case, normal
 from gemma_jax.pallas.head import Candidates, greedy_token, top_candidates
 
 VOCABULARY = 262_144
@@ -14,8 +14,7 @@ SOFTCAP = 30.0
 
 
 def _logits(seed: int, rows: int, vocabulary: int, spread: float, dtype: str) -> jax.Array:
-    values = jax.random.normal(jax.random.key(seed), (rows, vocabulary), jnp.float32)
-    return (spread * values).astype(dtype)
+    return normal(seed)((rows, vocabulary), dtype, scale=spread)
 
 
 def greedy_case(

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas.cases import Case
-from gemma_jax.pallas.cases.skinny_matmul import normal
+from gemma_jax.pallas.cases import Case, normal
 from gemma_jax.pallas.norm_matmul import NormMatmul, Update, norm_matmul
 
 
@@ -35,17 +34,17 @@ PLE_GATE = Step(update=True, gate_input=True)
 
 
 def _inputs(step: Step, b: int, n: int, k: int, dtype: str, seed: int) -> dict[str, Any]:
-    make = functools.partial(normal, dtype=dtype)
+    draw = functools.partial(normal(seed), dtype=dtype)
     shape = (2, n, k) if step.gate_up else (n, k)
-    given = {"h": make(seed, b, k, scale=3.0), "w": make(seed + 1, *shape, scale=k**-0.5)}
+    given = {"h": draw((b, k), scale=3.0), "w": draw(shape, scale=k**-0.5)}
     if step.update:
-        given |= {"y": make(seed + 2, b, k, scale=5.0), "post_weight": make(seed + 3, k)}
+        given |= {"y": draw((b, k), scale=5.0), "post_weight": draw((k,))}
     if step.factor:
         given["factor"] = jnp.full((1,), 0.71, dtype)
     if step.pre_norm:
-        given["pre_weight"] = make(seed + 4, k)
+        given["pre_weight"] = draw((k,))
     if step.gate_input:
-        given["gate_input"] = make(seed + 5, b, n)
+        given["gate_input"] = draw((b, n))
     return given
 
 

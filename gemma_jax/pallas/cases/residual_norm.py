@@ -1,13 +1,13 @@
 """Cases of `residual_norm`: the widths of the presets, then edges."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas.cases import Case
+from gemma_jax.pallas.cases import Case, normal
 from gemma_jax.pallas.residual_norm import ResidualNorm, residual_norm
 
 EPS = 1e-6
@@ -28,18 +28,14 @@ class Rows:
         return (3 + self.pre_norm) * self.rows * self.width * jnp.dtype(self.dtype).itemsize
 
     def inputs(self, seed: int) -> dict[str, Any]:
-        keys = iter(jax.random.split(jax.random.key(seed), 5))
-
-        def normal(*shape: int) -> jax.Array:
-            return jax.random.normal(next(keys), shape, jnp.float32).astype(self.dtype)
-
+        draw = functools.partial(normal(seed), dtype=self.dtype)
         n, d = self.rows, self.width
         return {
-            "x": normal(n, d),
-            "y": normal(n, d),
-            "post_weight": normal(d),
-            "pre_weight": normal(d) if self.pre_norm else None,
-            "scalar": normal(1) if self.scalar else None,
+            "x": draw((n, d)),
+            "y": draw((n, d)),
+            "post_weight": draw((d,)),
+            "pre_weight": draw((d,)) if self.pre_norm else None,
+            "scalar": draw((1,)) if self.scalar else None,
         }
 
     def call(self, implementation: Any = None, **arrays: Any) -> ResidualNorm:

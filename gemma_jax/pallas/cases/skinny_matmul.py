@@ -6,19 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas.cases import Case
+from gemma_jax.pallas.cases import Case, normal
 from gemma_jax.pallas.skinny_matmul import skinny_matmul
 
 
-def normal(seed: int, *shape: int, dtype: str, scale: float = 1.0) -> jax.Array:
-    """Random values whose standard deviation is `scale`."""
-    return (jax.random.normal(jax.random.key(seed), shape) * scale).astype(dtype)
-
-
 def _inputs(b: int, n: int, k: int, dtype: str, seed: int) -> dict[str, jax.Array]:
+    draw = normal(seed)
     return {
-        "x": normal(seed, b, k, dtype=dtype),
-        "w": normal(seed + 1, n, k, dtype=dtype, scale=k**-0.5),
+        "x": draw((b, k), dtype),
+        "w": draw((n, k), dtype, scale=k**-0.5),
     }
 
 
