@@ -8,7 +8,7 @@ from gemma_jax.pallas.dispatch import IMPLEMENTATIONS, Implementation
 
 OPS = (
     "qkv_norm_rope", "prefill_attention", "decode_attention", "norm_matmul", "skinny_matmul",
-    "residual_norm", "gelu_mul", "greedy_token",
+    "residual_norm", "gelu_mul", "top_candidates",
 )  # fmt: skip
 DEFAULTS = ("auto", "reference", "pallas")
 

@@ -132,7 +132,7 @@ def prefill(
     active = chunk.ends & ~row_state.finished  # the others may have ended in an earlier chunk
     position = jnp.where(active, chunk.start + chunk.lengths, row_state.position)
     row_state = dataclasses.replace(row_state, position=position)
-    tokens = sample(logits, row_table, row_state, statics)
+    tokens = sample(logits, row_table, row_state, statics, program.kernels)
     row_state = advance(row_state, row_table, tokens, active)
     state = jax.tree.map(lambda x, y: x.at[chunk.rows].set(y, mode="drop"), state, row_state)
     emitted = jnp.where(active, tokens, NO_ID)
@@ -165,7 +165,7 @@ def decode(
         hidden = model.decode(state.token, context)
         logits = model.logits(hidden, numerics)
         state = dataclasses.replace(state, position=state.position + active.astype(jnp.int32))
-        tokens = sample(logits, table, state, statics)
+        tokens = sample(logits, table, state, statics, program.kernels)
         state = advance(state, table, tokens, active)
         emitted = jnp.where(active, tokens, NO_ID)
         column = _one_step(emitted, logits, tokens, statics)

@@ -12,6 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gemma_jax.kernels import AUTO, Kernels
+from gemma_jax.numerics import Numerics
+from gemma_jax.pallas.head import top_candidates
+
 NO_ID = -1
 """Padding of id lists, and the token of a row that did not produce one."""
 
@@ -104,7 +108,11 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, k: int) -> Logprobs:
 
 
 def sample(
-    logits: jax.Array, table: SamplingTable, state: RowState, statics: SamplingStatics
+    logits: jax.Array,
+    table: SamplingTable,
+    state: RowState,
+    statics: SamplingStatics,
+    kernels: Kernels = AUTO,
 ) -> jax.Array:
     """The next token of every row, int32 [B], from logits float32 [B, V]."""
     logits = _bias(logits, table)
@@ -114,7 +122,7 @@ def sample(
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if statics.greedy:
         return best
-    drawn = _draw(logits, table, state.count, statics)
+    drawn = _draw(logits, table, state.count, statics, kernels)
     return jnp.where(table.temperature == 0.0, best, drawn)
 
 
@@ -146,14 +154,24 @@ def _penalise(logits: jax.Array, table: SamplingTable, state: RowState) -> jax.A
 
 
 def _draw(
-    logits: jax.Array, table: SamplingTable, count: jax.Array, statics: SamplingStatics
+    logits: jax.Array,
+    table: SamplingTable,
+    count: jax.Array,
+    statics: SamplingStatics,
+    kernels: Kernels,
 ) -> jax.Array:
     temperature = jnp.where(table.temperature == 0.0, 1.0, table.temperature)[:, None]
     logits = logits / temperature
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(table.key, count, logits.shape[1])
     if statics.candidates is None:
         return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
-    kept, ids = lax.top_k(logits, statics.candidates or logits.shape[1])
+    if statics.candidates:
+        kept, ids = top_candidates(
+            logits, statics.candidates, None, numerics=Numerics("float32"),
+            implementation=kernels.of("top_candidates"),
+        )  # fmt: skip
+    else:
+        kept, ids = lax.top_k(logits, logits.shape[1])
     kept = _filter(kept, logits, table)
     best = jnp.argmax(kept + jnp.take_along_axis(noise, ids, axis=-1), axis=-1)
     return jnp.take_along_axis(ids, best[:, None], axis=-1)[:, 0].astype(jnp.int32)

@@ -14,6 +14,7 @@ from gemma_jax.batch_arrays import (
     sampling_statics,
     sampling_table,
 )
+from gemma_jax.kernels import Kernels
 from gemma_jax.sampling import NO_ID, SamplingStatics, advance, sample, token_logprobs
 from gemma_jax.sampling_params import SamplingParams
 from gemma_jax.sequence import Sequence
@@ -311,3 +312,17 @@ def test_tables_are_plain_arrays_of_the_declared_dtypes():
     assert {kinds[n] for n in ("temperature", "top_p", "min_p", "bias_values")} == {"float32"}
     assert {kinds[n] for n in ("top_k", "stop_ids", "max_tokens")} == {"int32"}
     assert kinds["key"] == "uint32"
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_two_passes_for_candidates_draw_the_same_tokens(implementation):
+    rows = [sequence(temperature=0.8, top_k=8, top_p=0.9, seed=i) for i in range(9)]
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 3, (9, 700)), jnp.float32)
+    logits = logits.at[:, 5:300].set(-jnp.inf)
+    statics, table = sampling_statics(rows, 700), sampling_table(rows, 9, ())
+    state = row_state(rows, 9, 700, False)
+    assert statics.candidates == 64
+    want = sample(logits, table, state, statics, Kernels("reference"))
+    kernels = Kernels.parse({"top_candidates": implementation})
+    np.testing.assert_array_equal(sample(logits, table, state, statics, kernels), want)
+    assert len(set(want.tolist())) > 1

@@ -39,6 +39,10 @@ BLOCK_IDS = 256
 """Ids a block of the first pass, and the unit that `top_candidates` looks into again."""
 
 
+MIN_CANDIDATE_ROWS = 8
+"""From here on two passes beat XLA's own top-k, which sorts a row after the other."""
+
+
 class Best(NamedTuple):
     """Best of each block of `BLOCK_IDS` ids: capped value float32 and id int32, [N, blocks]."""
 
@@ -210,16 +214,19 @@ def top_candidates(
     """
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"k={k}: expected 1 … {logits.shape[1]}, the vocabulary")
-    return _run("top_candidates", _candidates, top_candidates_reference, logits, implementation)(
-        logits, k, softcap, numerics=numerics
-    )
+    run = _run(
+        "top_candidates", _candidates, top_candidates_reference, logits, implementation,
+        min_rows=MIN_CANDIDATE_ROWS,
+    )  # fmt: skip
+    return run(logits, k, softcap, numerics=numerics)
 
 
-def _run(op: str, second_pass: Any, reference: Any, logits: jax.Array, implementation):
+def _run(op: str, second_pass: Any, reference: Any, logits: jax.Array, implementation, min_rows=1):
     triton_pass = functools.partial(second_pass, _block_best_pallas)
+    many = logits.shape[0] >= min_rows
     choices = {
-        "triton": Choice(triton_pass, functools.partial(_unsupported, logits)),
-        "xla": Choice(functools.partial(second_pass, _block_best_xla)),
+        "triton": Choice(triton_pass, functools.partial(_unsupported, logits), lambda _: many),
+        "xla": Choice(functools.partial(second_pass, _block_best_xla), preferred=lambda _: many),
         "reference": Choice(reference),
     }
     return dispatch(op, implementation, choices, f"{logits.dtype}{list(logits.shape)}")

@@ -242,6 +242,8 @@ def _choices(q, k, v, window, numerics: Numerics, max_k_len: int, uniform: bool)
         "mosaic": Choice(
             mosaic.prefill_attention_mosaic,
             lambda device: wrong_rounding or mosaic.unsupported(q, k, v, window, device),
+            # Measured without context before the queries; there as many rows of keys as of queries.
+            preferred=lambda device: q.shape[0] == k.shape[0],
         ),
         "cudnn": Choice(_cudnn, lambda device: _cudnn_unsupported(q, uniform, numerics, device)),
         "triton": Choice(

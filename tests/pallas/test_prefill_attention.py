@@ -1,5 +1,6 @@
 """Prefill attention: every implementation against float64, its edges, and what it refuses."""
 
+import contextlib
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -100,10 +101,8 @@ def test_reference_in_float64_is_exact():
 @pytest.mark.parametrize("case", EDGES.values(), ids=list(EDGES))
 @pytest.mark.parametrize("implementation", ["triton", "mosaic", "cudnn", "xla"])
 def test_compiled_implementation_is_as_close_to_exact_as_plain_code(case, implementation):
-    try:
+    with contextlib.suppress(UnsupportedError):  # to refuse a case is right; see below
         check(case, implementation)
-    except UnsupportedError as reason:
-        pytest.skip(str(reason))
 
 
 @pytest.mark.gpu
@@ -124,8 +123,8 @@ def test_compiled_kernel_at_the_tiles_of_the_models(heads, window, implementatio
             check(attention_case("tiles", heads, window, batch), implementation)
         except UnsupportedError as reason:
             refusals.append(str(reason))
-    if len(refusals) == len(batches):
-        pytest.skip(refusals[0])
+    if implementation != "cudnn":  # it takes padded batches of narrow heads only
+        assert refusals == []
 
 
 # --- padding ---------------------------------------------------------------------------------
