@@ -160,6 +160,13 @@ def test_reasons_to_refuse():
     assert "positive window" in mosaic.unsupported(q, k, v, 0, H200)
 
 
+def test_a_jax_that_searches_layouts_for_minutes_is_refused_on_a_gpu(monkeypatch):
+    q, k, v, _ = arrays((1, 8, 256), (64,), (0,), 0)
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert "layouts in minutes" in mosaic.unsupported(q, k, v, None, H200)
+    assert mosaic.unsupported(q, k, v, None, Device("cpu", None)) is None
+
+
 def test_refusal_is_an_error():
     q, k, v, segments = arrays((1, 8, 256), (64,), (0,), 0)
     with pytest.raises(UnsupportedError, match=r"mosaic.*multiples of 8"):
