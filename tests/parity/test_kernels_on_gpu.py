@@ -1,4 +1,4 @@
-"""On a GPU: nano's greedy tokens with kernels are those without, unless the choice was a toss-up."""
+"""On a GPU, nano gives with kernels the tokens that it gives without, unless two nearly tied."""
 
 from importlib import resources
 from pathlib import Path
