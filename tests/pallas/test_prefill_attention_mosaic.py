@@ -33,6 +33,12 @@ BATCHES = {
 }
 
 
+def _slow_if(name):
+    """Interpreting takes some ten seconds; one batch of each head width is enough for every run."""
+    quick = ("full, context, rows off the tiles", "sliding, window inside a tile")
+    return () if name in quick else (pytest.mark.slow,)
+
+
 def arrays(heads, lengths, past, spare, seed=0):
     """(q, k, v, segments) of a packed batch; NaN in all rows of no sequence."""
     num_kv, group, head_dim = heads
@@ -69,7 +75,7 @@ def check(name, config=None):
 
 # The interpreter multiplies keys that the mask drops afterwards.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("name", list(BATCHES))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=_slow_if(n)) for n in BATCHES])
 def test_interpreted_kernel_ignores_poisoned_padding(name):
     check(name)
 
