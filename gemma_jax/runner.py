@@ -3,6 +3,9 @@
 Each is a pure function of (parameter leaves, cache, inputs); cache and row state are donated and
 given back. `Runner` binds them to one model; everything above it (LLM, server) calls only these.
 
+The row state has one entry a slot. A call names the slots and the pages of its rows, so that a
+request keeps its place while others come and go.
+
 A program is compiled anew for each combination of static sizes: rows, chunk length, cache layout,
 `SamplingStatics`, and whether a chunk has a past or wants logits. All come from `buckets.py`.
 """
@@ -23,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gemma_jax.config import ModelConfig
 from gemma_jax.kernels import AUTO, Kernels
-from gemma_jax.model.cache import CacheLayout, KVCache, init_cache
+from gemma_jax.model.cache import CacheLayout, KVCache, init_pages
 from gemma_jax.model.kernel_context import decode_context, prefill_context
 from gemma_jax.model.transformer import Gemma4, abstract_model
 from gemma_jax.numerics import Numerics
@@ -34,6 +37,7 @@ from gemma_jax.sampling import (
     SamplingStatics,
     SamplingTable,
     advance,
+    empty_state,
     sample,
     token_logprobs,
 )
@@ -43,17 +47,37 @@ SCORE_BLOCK = 64
 """Most rows a step of the all-rows head, which bounds the memory of its float32 logits."""
 
 
+STEP_BLOCK = 4
+"""Decode steps between two looks at whether any row goes on.
+
+The host waits for each look; within a block it queues the steps' CUDA graphs without waiting.
+"""
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class PageTables:
+    """The pages of a call's rows, int32 [B, pages a row]: full-attention and sliding layers."""
+
+    full: jax.Array
+    window: jax.Array
+
+
 @jax.tree_util.register_dataclass
 @dataclass
 class Chunk:
-    """Consecutive prompt tokens of some rows of a batch.
+    """Consecutive prompt tokens of some rows.
 
     Attributes:
       ids: [G, T] int32, right-padded.
       start: [G] int32, position of the first token.
       lengths: [G] int32, tokens that count; 0 for a padding row.
-      ends: [G] bool, the chunk ends its prompt, so that the first token is due.
-      rows: [G] int32, the batch row of each; a padding row names one past the last.
+      ends: [G] bool, the chunk ends its prompt, so that the next token is due.
+      rows: [G] int32, the slot of each; a padding row names one past the last.
+      counts: [G] int32, tokens that were generated before (and now belong to the prompt).
+      prompt_seen, output_counts: [G, V] bool and int32, the ids of prompt and output so far; needed
+        where a prompt with a penalty ends.
+      allowed: [G, ceil(V / 32)] uint32, bit i of word j set where id 32 j + i may be drawn.
     """
 
     ids: jax.Array
@@ -61,6 +85,26 @@ class Chunk:
     lengths: jax.Array
     ends: jax.Array
     rows: jax.Array
+    counts: jax.Array
+    prompt_seen: jax.Array | None = None
+    output_counts: jax.Array | None = None
+    allowed: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class DecodeRows:
+    """The rows of a decode call.
+
+    Attributes:
+      rows: [B] int32, the slot of each; a padding row names one past the last.
+      limits: [B] int32, most steps that each may take in this call; 0 for a padding row.
+      allowed: as in `Chunk`; holds for the first step, so a constrained row has limit 1.
+    """
+
+    rows: jax.Array
+    limits: jax.Array
+    allowed: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -112,31 +156,34 @@ def prefill(
     cache: KVCache,
     state: RowState,
     chunk: Chunk,
+    tables: PageTables,
     table: SamplingTable,
 ) -> tuple[KVCache, RowState, StepOutput | None]:
-    """Stores the chunk's K and V; with `wants_token` samples a first token where a prompt ends.
+    """Stores the chunk's K and V; with `wants_token` samples the next token where a prompt ends.
 
-    The output covers the chunk's G rows, one token each.
+    `table` has the chunk's rows; the output covers them, one token each.
     """
     model, numerics = program.model(leaves), program.numerics
-    context = _prefill_context(program, cache, chunk, has_past)
+    context = _prefill_context(program, cache, chunk, tables, has_past)
     last = jnp.maximum(chunk.lengths - 1, 0)[:, None] if wants_token else None
     hidden = model.prefill(chunk.ids, context, last, fast)
-    cache = dataclasses.replace(cache, k=context.cache.k, v=context.cache.v)
+    cache = KVCache(context.cache.k, context.cache.v)
     if hidden is None:
         return cache, state, None
     logits = model.logits(hidden[:, 0], numerics)
-
-    rows = jax.tree.map(lambda x: x.at[chunk.rows].get(mode="clip"), (table, state))
-    row_table, row_state = rows
-    active = chunk.ends & ~row_state.finished  # the others may have ended in an earlier chunk
-    position = jnp.where(active, chunk.start + chunk.lengths, row_state.position)
-    row_state = dataclasses.replace(row_state, position=position)
-    tokens = sample(logits, row_table, row_state, statics, program.kernels)
-    row_state = advance(row_state, row_table, tokens, active)
-    state = jax.tree.map(lambda x, y: x.at[chunk.rows].set(y, mode="drop"), state, row_state)
-    emitted = jnp.where(active, tokens, NO_ID)
-    return cache, state, _one_step(emitted, logits, tokens, statics)
+    row = RowState(
+        token=jnp.zeros_like(chunk.rows),
+        position=chunk.start + chunk.lengths,
+        count=chunk.counts,
+        finished=jnp.zeros_like(chunk.ends),
+        prompt_seen=chunk.prompt_seen,
+        output_counts=chunk.output_counts,
+    )
+    tokens = sample(logits, table, row, statics, program.kernels, chunk.allowed)
+    row = advance(row, table, tokens, chunk.ends)
+    slots = jnp.where(chunk.ends, chunk.rows, state.token.shape[0])
+    state = jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), state, row)
+    return cache, state, _one_step(jnp.where(chunk.ends, tokens, NO_ID), logits, tokens, statics)
 
 
 def decode(
@@ -146,42 +193,49 @@ def decode(
     leaves: Sequence[jax.Array],
     cache: KVCache,
     state: RowState,
+    rows: DecodeRows,
+    tables: PageTables,
     table: SamplingTable,
-    steps: jax.Array,
 ) -> tuple[KVCache, RowState, StepOutput]:
-    """Up to `steps` ≤ `max_steps` tokens for every unfinished row, without leaving the device.
+    """Up to `max_steps` tokens for every row that has not finished, without leaving the device.
 
-    Ends early when every row has finished. The output has `max_steps` columns.
+    Ends early when no row goes on. The output has `max_steps` columns.
     """
     model, numerics = program.model(leaves), program.numerics
-    rows = state.token.shape[0]
+    block = math.gcd(max_steps, STEP_BLOCK)
+    cache = KVCache(cache.k, cache.v, tables.full, tables.window)
 
-    def step(carry):
-        i, cache, state, output = carry
-        active = ~state.finished
+    def step(i, carry):
+        cache, row, output = carry
+        active = ~row.finished & (i < rows.limits)
         context = decode_context(
-            program.config, numerics, program.kernels, program.layout, cache, state.position, active
+            program.config, numerics, program.kernels, program.layout, cache, row.position, active
         )
-        hidden = model.decode(state.token, context)
+        hidden = model.decode(row.token, context)
         logits = model.logits(hidden, numerics)
-        state = dataclasses.replace(state, position=state.position + active.astype(jnp.int32))
-        tokens = sample(logits, table, state, statics, program.kernels)
-        state = advance(state, table, tokens, active)
-        emitted = jnp.where(active, tokens, NO_ID)
-        column = _one_step(emitted, logits, tokens, statics)
+        row = dataclasses.replace(row, position=row.position + active.astype(jnp.int32))
+        tokens = sample(logits, table, row, statics, program.kernels, rows.allowed)
+        row = advance(row, table, tokens, active)
+        column = _one_step(jnp.where(active, tokens, NO_ID), logits, tokens, statics)
         output = jax.tree.map(
             lambda full, x: lax.dynamic_update_slice_in_dim(full, x, i, axis=1), output, column
         )
-        return i + 1, context.cache, state, output
+        return context.cache, row, output
+
+    def steps(carry):
+        i, *rest = carry
+        rest = lax.fori_loop(0, block, lambda j, rest: step(i + j, rest), tuple(rest))
+        return i + block, *rest
 
     def unfinished(carry):
-        i, _, state, _ = carry
-        return (i < steps) & ~jnp.all(state.finished)
+        i, _, row, _ = carry
+        return (i < max_steps) & jnp.any(~row.finished & (i < rows.limits))
 
-    output = _empty_output(rows, max_steps, statics)
-    carry = (jnp.int32(0), cache, state, output)
-    _, cache, state, output = lax.while_loop(unfinished, step, carry)
-    return cache, state, output
+    row = jax.tree.map(lambda x: x.at[rows.rows].get(mode="clip"), state)
+    output = _empty_output(rows.rows.shape[0], max_steps, statics)
+    _, cache, row, output = lax.while_loop(unfinished, steps, (jnp.int32(0), cache, row, output))
+    state = jax.tree.map(lambda x, y: x.at[rows.rows].set(y, mode="drop"), state, row)
+    return KVCache(cache.k, cache.v), state, output
 
 
 def score(
@@ -191,6 +245,7 @@ def score(
     leaves: Sequence[jax.Array],
     cache: KVCache,
     chunk: Chunk,
+    tables: PageTables,
     targets: jax.Array,
 ) -> tuple[KVCache, Logprobs]:
     """Log-probabilities of `targets` [G, T] (the token after each position) at every row.
@@ -198,7 +253,7 @@ def score(
     Fast prefill does not apply: every layer runs on every row. Results are [G, T, …].
     """
     model, numerics = program.model(leaves), program.numerics
-    context = _prefill_context(program, cache, chunk, has_past)
+    context = _prefill_context(program, cache, chunk, tables, has_past)
     groups, length = chunk.ids.shape
     every_row = jnp.broadcast_to(jnp.arange(length), (groups, length))
     hidden = model.prefill(chunk.ids, context, every_row, fast=False)
@@ -210,28 +265,16 @@ def score(
 
     blocks = jax.tree.map(lambda x: _split_rows(x, block), (hidden, targets))
     scored = lax.map(head, blocks)
-    cache = dataclasses.replace(cache, k=context.cache.k, v=context.cache.v)
+    cache = KVCache(context.cache.k, context.cache.v)
     return cache, jax.tree.map(lambda x: _join_rows(x, groups), scored)
 
 
-def _prefill_context(program: Program, cache: KVCache, chunk: Chunk, has_past: bool):
-    layout = program.layout
-    if cache.full_table is None:  # contiguous rows: the chunk's rows name their pages
-        full, window = (
-            chunk.rows[:, None] * n + jnp.arange(n, dtype=jnp.int32)
-            for n in (
-                layout.full_slots // layout.page_size,
-                layout.window_slots // layout.page_size,
-            )
-        )
-    else:
-        full, window = (
-            None if table is None else table.at[chunk.rows].get(mode="clip")
-            for table in (cache.full_table, cache.window_table)
-        )
-    cache = dataclasses.replace(cache, full_table=full, window_table=window)
+def _prefill_context(
+    program: Program, cache: KVCache, chunk: Chunk, tables: PageTables, has_past: bool
+):
+    cache = KVCache(cache.k, cache.v, tables.full, tables.window)
     return prefill_context(
-        program.config, program.numerics, program.kernels, layout, cache,
+        program.config, program.numerics, program.kernels, program.layout, cache,
         chunk.start, chunk.lengths, chunk.ids.shape[1], has_past,
     )  # fmt: skip
 
@@ -308,9 +351,14 @@ class Runner:
         """The flat weights, in the order that the programs take them."""
         return self._leaves
 
-    def new_cache(self, layout: CacheLayout) -> KVCache:
-        """An empty contiguous cache on the device."""
-        return self._place(_new_cache(self.config, layout, self.numerics.dtype))
+    def new_cache(self, num_full_pages: int, num_window_pages: int, page_size: int) -> KVCache:
+        """An empty cache of pages on the device."""
+        sizes = num_full_pages, num_window_pages, page_size
+        return self._place(_new_cache(self.config, *sizes, self.numerics.dtype))
+
+    def new_state(self, slots: int, penalties: bool = False) -> RowState:
+        """The state of `slots` empty slots on the device; with penalties it counts ids too."""
+        return self._place(_new_state(slots, self.config.vocab_size if penalties else None))
 
     def prefill(
         self,
@@ -318,6 +366,7 @@ class Runner:
         cache: KVCache,
         state: RowState,
         chunk: Chunk,
+        tables: PageTables,
         table: SamplingTable,
         statics: SamplingStatics,
         *,
@@ -325,10 +374,9 @@ class Runner:
         wants_token: bool,
     ) -> tuple[KVCache, RowState, StepOutput | None]:
         """See `prefill`; `cache` and `state` are consumed."""
-        program = self._program(layout)
         return _prefill(
-            program, has_past, wants_token, self.fast_prefill, statics,
-            self._leaves, cache, self._place(state), chunk, table,
+            self._program(layout), has_past, wants_token, self.fast_prefill, statics,
+            self._leaves, cache, state, chunk, tables, table,
         )  # fmt: skip
 
     def decode(
@@ -336,17 +384,17 @@ class Runner:
         layout: CacheLayout,
         cache: KVCache,
         state: RowState,
+        rows: DecodeRows,
+        tables: PageTables,
         table: SamplingTable,
         statics: SamplingStatics,
         *,
-        steps: int,
         max_steps: int,
     ) -> tuple[KVCache, RowState, StepOutput]:
         """See `decode`; `cache` and `state` are consumed."""
-        program = self._program(layout)
         return _decode(
-            program, max_steps, statics, self._leaves, cache, self._place(state), table,
-            jnp.int32(steps),
+            self._program(layout), max_steps, statics,
+            self._leaves, cache, state, rows, tables, table,
         )  # fmt: skip
 
     def score(
@@ -354,13 +402,16 @@ class Runner:
         layout: CacheLayout,
         cache: KVCache,
         chunk: Chunk,
+        tables: PageTables,
         targets: jax.Array,
         *,
         has_past: bool,
         k: int,
     ) -> tuple[KVCache, Logprobs]:
         """See `score`; `cache` is consumed."""
-        return _score(self._program(layout), has_past, k, self._leaves, cache, chunk, targets)
+        return _score(
+            self._program(layout), has_past, k, self._leaves, cache, chunk, tables, targets
+        )
 
     def _program(self, layout: CacheLayout) -> Program:
         return make_program(self.config, self.numerics, layout, self.kernels)
@@ -377,9 +428,16 @@ def _replicated_like(leaf: jax.Array) -> jax.sharding.Sharding:
     return leaf.sharding
 
 
-@partial(jax.jit, static_argnums=range(3))
-def _new_cache(config: ModelConfig, layout: CacheLayout, dtype: str) -> KVCache:
-    return init_cache(config, layout, jnp.dtype(dtype))
+@partial(jax.jit, static_argnums=range(5))
+def _new_cache(
+    config: ModelConfig, full_pages: int, window_pages: int, page_size: int, dtype: str
+) -> KVCache:
+    return init_pages(config, full_pages, window_pages, page_size, jnp.dtype(dtype))
+
+
+@partial(jax.jit, static_argnums=range(2))
+def _new_state(slots: int, vocab_size: int | None) -> RowState:
+    return empty_state(slots, vocab_size)
 
 
 def compiled_programs() -> int:

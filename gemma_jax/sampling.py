@@ -66,6 +66,16 @@ class RowState:
     output_counts: jax.Array | None = None
 
 
+def empty_state(slots: int, vocab_size: int | None = None) -> RowState:
+    """The state of `slots` empty slots; with `vocab_size` it counts ids for penalties too."""
+    zeros = jnp.zeros(slots, jnp.int32)
+    state = RowState(zeros, zeros, zeros, jnp.ones(slots, bool))
+    if vocab_size is not None:
+        state.prompt_seen = jnp.zeros((slots, vocab_size), bool)
+        state.output_counts = jnp.zeros((slots, vocab_size), jnp.int32)
+    return state
+
+
 @dataclass(frozen=True)
 class SamplingStatics:
     """What a batch needs, fixed at compile time: each new combination compiles again.
@@ -113,8 +123,14 @@ def sample(
     state: RowState,
     statics: SamplingStatics,
     kernels: Kernels = AUTO,
+    allowed: jax.Array | None = None,
 ) -> jax.Array:
-    """The next token of every row, int32 [B], from logits float32 [B, V]."""
+    """The next token of every row, int32 [B], from logits float32 [B, V].
+
+    `allowed`, uint32 [B, ceil(V / 32)], has bit i of word j set where id 32 j + i may be drawn.
+    """
+    if allowed is not None:
+        logits = _forbid(logits, allowed)
     logits = _bias(logits, table)
     logits = _forbid_early_stop(logits, table, state.count)
     if statics.penalties:
@@ -132,6 +148,12 @@ def _bias(logits: jax.Array, table: SamplingTable) -> jax.Array:
     rows = jnp.arange(logits.shape[0])[:, None]
     ids = jnp.where(table.bias_ids == NO_ID, logits.shape[1], table.bias_ids)
     return logits.at[rows, ids].add(table.bias_values, mode="drop")
+
+
+def _forbid(logits: jax.Array, allowed: jax.Array) -> jax.Array:
+    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    mask = bits.reshape(allowed.shape[0], -1)[:, : logits.shape[1]]
+    return jnp.where(mask == 1, logits, -jnp.inf)
 
 
 def _forbid_early_stop(logits: jax.Array, table: SamplingTable, count: jax.Array) -> jax.Array:

@@ -68,13 +68,34 @@ class KVCache:
 
 def init_cache(config: ModelConfig, layout: CacheLayout, dtype: jnp.dtype) -> KVCache:
     """An empty contiguous cache."""
+    full, window = (n // layout.page_size for n in (layout.full_slots, layout.window_slots))
+    rows = layout.num_rows
+    return init_pages(config, rows * full, rows * window, layout.page_size, dtype)
+
+
+def init_pages(
+    config: ModelConfig,
+    num_full_pages: int,
+    num_window_pages: int,
+    page_size: int,
+    dtype: jnp.dtype,
+) -> KVCache:
+    """An empty cache of so many pages a full-attention and a sliding layer."""
 
     def empty(layer: LayerConfig) -> jax.Array:
-        pages = layout.num_rows * layout.pages_per_row(layer)
-        return jnp.zeros((pages, layout.page_size, layer.num_kv_heads, layer.head_dim), dtype)
+        pages = num_window_pages if layer.is_sliding else num_full_pages
+        return jnp.zeros((pages, page_size, layer.num_kv_heads, layer.head_dim), dtype)
 
     owners = config.owner_layers
     return KVCache(k=tuple(map(empty, owners)), v=tuple(map(empty, owners)))
+
+
+def page_bytes(config: ModelConfig, page_size: int, itemsize: int) -> tuple[int, int]:
+    """Bytes that one page takes over all full-attention layers, and over all sliding ones."""
+    width = {True: 0, False: 0}
+    for layer in config.owner_layers:
+        width[layer.is_sliding] += 2 * layer.num_kv_heads * layer.head_dim
+    return width[False] * page_size * itemsize, width[True] * page_size * itemsize
 
 
 def cache_bytes(config: ModelConfig, layout: CacheLayout, itemsize: int) -> int:
