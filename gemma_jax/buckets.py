@@ -5,6 +5,9 @@ from gemma_jax.errors import CapacityError
 MIN_CHUNK = 32
 """Shortest prefill chunk: one tile of vLLM's attention, whose rounding we can reproduce."""
 
+ID_LIST_BUCKETS = (4, 16, 64, 256, 1024)
+"""Stop ids or biased ids of a request; a request with more is refused."""
+
 
 def row_buckets(max_rows: int) -> tuple[int, ...]:
     """Batch sizes: the powers of two below `max_rows`, and `max_rows`."""

@@ -204,6 +204,22 @@ class ModelConfig:
 
     # --- construction ----------------------------------------------------------------------------
 
+    def context_length(self, max_model_len: int | None) -> int:
+        """Most tokens of a sequence: `max_model_len`, or what the model was built for.
+
+        Raises:
+          ConfigError: `max_model_len` exceeds what the model was built for.
+        """
+        limit = self.max_position_embeddings
+        if max_model_len is None:
+            return limit
+        _check_int("max_model_len", max_model_len, 2)
+        if max_model_len > limit:
+            raise ConfigError(
+                f"max_model_len={max_model_len}: at most max_position_embeddings={limit}"
+            )
+        return max_model_len
+
     def replace(self, **changes: Any) -> "ModelConfig":
         """A copy with some fields changed and everything checked again."""
         unknown = set(changes) - {f.name for f in dataclasses.fields(self)}

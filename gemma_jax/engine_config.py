@@ -98,14 +98,7 @@ class EngineConfig:
         Raises:
           ConfigError: `max_model_len` exceeds what the model was built for.
         """
-        limit = model.max_position_embeddings
-        if self.max_model_len is None:
-            return limit
-        if self.max_model_len > limit:
-            raise ConfigError(
-                f"max_model_len={self.max_model_len}: at most max_position_embeddings={limit}"
-            )
-        return self.max_model_len
+        return model.context_length(self.max_model_len)
 
     def prefill_tokens(self) -> int:
         """Prompt tokens of one prefill call, a multiple of the shortest chunk."""

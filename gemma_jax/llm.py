@@ -11,13 +11,11 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from gemma_jax.batch_arrays import check_id_lists
-from gemma_jax.chat_template import load_chat_template, render_chat
-from gemma_jax.checkpoint.load import load_checkpoint, load_config
+from gemma_jax.checkpoint.load import load_checkpoint
 from gemma_jax.compilation_cache import enable_compilation_cache
 from gemma_jax.config import ModelConfig
 from gemma_jax.engine_config import EngineConfig
-from gemma_jax.errors import ConfigError, GemmaError, RequestError, UnsupportedError
+from gemma_jax.errors import GemmaError, RequestError, UnsupportedError
 from gemma_jax.generate import Limits, run_batch, score_tokens, split_batches
 from gemma_jax.generation_config import GenerationDefaults
 from gemma_jax.kernels import Kernels
@@ -28,19 +26,18 @@ from gemma_jax.runner import Runner
 from gemma_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from gemma_jax.sequence import Sequence as Completion
 from gemma_jax.sequence import position_logprobs
+from gemma_jax.serve.request import EngineRequest
 from gemma_jax.sharding import leaf_shardings, make_mesh
-from gemma_jax.tokenizer import Tokenizer, require_tokenizer
+from gemma_jax.text_side import Message, Prompt, TextSide, prompt_text
+from gemma_jax.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Mapping[str, Any] | Sequence[int]
-Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 HOST_CACHE_BYTES = 4 * 2**30
 """Cache memory of a batch on a device that does not report its memory, such as a CPU."""
 
-_MEDIA_KEYS = ("multi_modal_data", "image", "images", "audio", "video")
 _LORA_KEYS = ("lora_path", "lora_request", "enable_lora", "lora_modules")
 
 
@@ -101,16 +98,10 @@ class LLM:
         mesh = make_mesh(tensor_parallel_size)
         enable_compilation_cache()
         path = resolve_model(model)
-        folder = path if path.is_dir() else path.parent
-        config = load_config(path)
-        numerics = engine.numerics(config)
-        text_side = Tokenizer.from_dir(tokenizer or folder)
-        if tokenizer is not None:
-            require_tokenizer(text_side, f"tokenizer={str(tokenizer)!r}")
-        self._set_up(
-            config, engine, text_side, GenerationDefaults.from_dir(folder),
-            load_chat_template(folder),
-        )  # fmt: skip
+        text_side = TextSide.load(path, tokenizer, engine.max_model_len, engine.seed)
+        numerics = engine.numerics(text_side.config)
+        self._set_up(text_side, engine)
+        config = text_side.config
         shardings = leaf_shardings(abstract_model(config, numerics), mesh)
         _, leaves = load_checkpoint(path, numerics.dtype, lambda name, shape: shardings[name])
         self._bind(leaves)
@@ -129,32 +120,36 @@ class LLM:
         """
         self = cls.__new__(cls)
         enable_compilation_cache()
-        self._set_up(config, _engine_config(settings), None, GenerationDefaults(), None)
+        engine = _engine_config(settings)
+        text_side = TextSide(config, max_model_len=engine.max_model_len, seed=engine.seed)
+        self._set_up(text_side, engine)
         self._bind(leaves)
         return self
 
-    def _set_up(
-        self,
-        config: ModelConfig,
-        engine: EngineConfig,
-        tokenizer: Tokenizer | None,
-        defaults: GenerationDefaults,
-        chat_template: str | None,
-    ) -> None:
-        if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-            raise ConfigError(
-                f"tokenizer: {tokenizer.vocab_size} tokens, but the model's vocab_size is"
-                f" {config.vocab_size}; it belongs to another model"
-            )
-        _check_ids("eos_token_id", defaults.eos_token_ids, config)
-        _check_ids("suppress_tokens", defaults.suppress_tokens, config)
-        self.model_config, self.engine_config = config, engine
-        self.tokenizer, self.generation_defaults = tokenizer, defaults
-        self.max_model_len = engine.context_length(config)
+    def _set_up(self, text_side: TextSide, engine: EngineConfig) -> None:
+        self.text_side, self.engine_config = text_side, engine
         self.max_num_seqs = engine.max_num_seqs
-        self._chat_template = chat_template
-        self._seeds = np.random.default_rng(engine.seed)
         self._ids = itertools.count()
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """What the network is."""
+        return self.text_side.config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; `None` when it brought none."""
+        return self.text_side.tokenizer
+
+    @property
+    def generation_defaults(self) -> GenerationDefaults:
+        """The checkpoint's generation_config."""
+        return self.text_side.defaults
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a sequence, prompt and output."""
+        return self.text_side.max_model_len
 
     def _bind(self, leaves: Mapping[str, jax.Array]) -> None:
         engine, config = self.engine_config, self.model_config
@@ -233,7 +228,7 @@ class LLM:
         prompts: list[Any] = []
         for conversation in conversations:  # one list of messages each
             try:
-                prompts.append(self._chat_prompt(conversation, tools, enable_thinking))
+                prompts.append(self.chat_prompt(conversation, tools, enable_thinking))
             except GemmaError as error:
                 if not listed:
                     raise
@@ -261,7 +256,7 @@ class LLM:
         enable_thinking: bool = False,
     ) -> Iterator[StreamChunk]:
         """`stream` of the model's turn of a conversation."""
-        return self.stream(self._chat_prompt(messages, tools, enable_thinking), sampling_params)
+        return self.stream(self.chat_prompt(messages, tools, enable_thinking), sampling_params)
 
     def score(self, token_ids: Sequence[int], logprobs: int = 0) -> list[PositionLogprobs | None]:
         """Teacher-forced log-probabilities of a sequence: what the model gives each of its tokens.
@@ -276,7 +271,7 @@ class LLM:
             raise RequestError(
                 f"logprobs={logprobs!r}: expected an integer from 0 to {MAX_LOGPROBS}"
             )
-        ids = self._checked_ids(token_ids)
+        ids = self.text_side.check_ids(token_ids)
         if len(ids) > self.max_model_len:
             raise RequestError(
                 f"token_ids: {len(ids)} tokens, but the context holds {self.max_model_len}"
@@ -289,6 +284,21 @@ class LLM:
         ]
 
     # --- requests --------------------------------------------------------------------------------
+
+    def make_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, grammar: str | None = None
+    ) -> EngineRequest:
+        """A prompt as a checked request of the engine; see `TextSide.make_request`."""
+        return self.text_side.make_request(prompt, params, request_id, grammar)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool = False,
+    ) -> str:
+        """The text of a conversation up to the opening of the model's turn."""
+        return self.text_side.chat_prompt(messages, tools, enable_thinking)
 
     def _params_for(self, prompts: Sequence[Any], given: Params) -> list[SamplingParams]:
         if given is None:
@@ -317,80 +327,10 @@ class LLM:
             return error
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:
-        text, ids = self._tokenize(prompt)
-        vocab_size = self.model_config.vocab_size
-        params.check_vocab(vocab_size)
-        room = self.max_model_len - len(ids)
-        if room < 1:
-            raise RequestError(
-                f"prompt: {len(ids)} tokens leave no room in a context of {self.max_model_len};"
-                " shorten it or raise max_model_len"
-            )
-        if params.stop:
-            require_tokenizer(self.tokenizer, "stop strings")
-        wanted = room if params.max_tokens is None else min(params.max_tokens, room)
-        seed = params.seed if params.seed is not None else int(self._seeds.integers(2**63))
-        eos = () if params.ignore_eos else self.generation_defaults.eos_token_ids
-        completions = [
-            Completion(ids, params, i, _key(seed, i), wanted, tuple(eos), self.tokenizer)
-            for i in range(params.n)
-        ]
-        check_id_lists(completions[0], self.generation_defaults.suppress_tokens)
-        return _Request(f"request-{next(self._ids)}", text, ids, params, completions)
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text (or None) and checked ids of a prompt."""
-        if isinstance(prompt, Mapping):
-            prompt = self._from_mapping(prompt)
-        if isinstance(prompt, str):
-            if not prompt:
-                raise RequestError("prompt='': is empty; give at least one character")
-            tokenizer = require_tokenizer(self.tokenizer, "a text prompt")
-            return prompt, self._checked_ids(tokenizer.encode(prompt))
-        return None, self._checked_ids(prompt)
-
-    def _from_mapping(self, prompt: Mapping[str, Any]) -> str | Sequence[int]:
-        for key in _MEDIA_KEYS:
-            if key in prompt:
-                raise UnsupportedError(f"prompt[{key!r}]: only text is supported")
-        known = {"prompt", "prompt_token_ids"}
-        if len(prompt.keys() & known) != 1 or prompt.keys() - known:
-            raise RequestError(
-                f"prompt: expected exactly one of 'prompt' and 'prompt_token_ids',"
-                f" got the keys {sorted(map(str, prompt))}"
-            )
-        (value,) = prompt.values()
-        if "prompt" in prompt and not isinstance(value, str):
-            raise RequestError(f"prompt['prompt']={value!r}: expected text")
-        if "prompt_token_ids" in prompt and isinstance(value, str):
-            raise RequestError(f"prompt['prompt_token_ids']={value!r}: expected token ids")
-        return value
-
-    def _checked_ids(self, ids: Any) -> list[int]:
-        name, vocab_size = "prompt_token_ids", self.model_config.vocab_size
-        if isinstance(ids, np.ndarray):
-            ids = ids.tolist()
-        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-            raise RequestError(f"prompt: expected text or token ids, got {type(ids).__name__}")
-        if not ids:
-            raise RequestError(f"{name}=[]: is empty; give at least one token id")
-        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
-            return list(ids)
-        for i, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise RequestError(f"{name}[{i}]={token!r}: expected an integer")
-            if not 0 <= token < vocab_size:
-                raise RequestError(f"{name}[{i}]={token}: expected an id in [0, {vocab_size})")
-        return [int(token) for token in ids]
-
-    def _chat_prompt(self, messages: Sequence[Message], tools: Any, enable_thinking: bool) -> str:
-        require_tokenizer(self.tokenizer, "a chat")
-        return render_chat(
-            messages,
-            tools=tools,
-            enable_thinking=enable_thinking,
-            template=self._chat_template,
-            empty_thought=not self.model_config.has_per_layer_inputs,
+        request = self.make_request(prompt, params, f"request-{next(self._ids)}")
+        completions = [_completion(request, i, self.tokenizer) for i in range(params.n)]
+        return _Request(
+            request.request_id, prompt_text(prompt), request.prompt_token_ids, params, completions
         )
 
     # --- running ---------------------------------------------------------------------------------
@@ -447,15 +387,6 @@ def _engine_config(settings: dict[str, Any]) -> EngineConfig:
     return EngineConfig(**settings)
 
 
-def _check_ids(name: str, ids: Sequence[int], config: ModelConfig) -> None:
-    for token in ids:
-        if token >= config.vocab_size:
-            raise ConfigError(
-                f"generation_config.json: {name} has {token}, outside the model's vocabulary of"
-                f" {config.vocab_size}"
-            )
-
-
 def _check_params(name: str, params: Any) -> None:
     if not isinstance(params, SamplingParams):
         raise RequestError(f"{name}={params!r}: expected SamplingParams")
@@ -466,6 +397,18 @@ def _is_list_of_prompts(prompts: Any) -> bool:
     if isinstance(prompts, str | Mapping | np.ndarray) or not isinstance(prompts, Sequence):
         return False
     return not (prompts and all(isinstance(x, int | np.integer) for x in prompts))
+
+
+def _completion(request: EngineRequest, index: int, tokenizer: Tokenizer | None) -> Completion:
+    return Completion(
+        request.prompt_token_ids,
+        request.params,
+        index,
+        _key(request.seed, index),
+        request.max_tokens,
+        request.eos_ids,
+        tokenizer,
+    )
 
 
 def _key(seed: int, index: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from gemma_jax import LLM, SamplingParams, batch_arrays
+from gemma_jax import LLM, SamplingParams, text_side
 from gemma_jax.config import FULL
 from gemma_jax.errors import (
     CheckpointError,
@@ -378,7 +378,7 @@ def test_ids_of_params_outside_the_vocabulary_are_refused(llm):
 
 
 def test_more_ids_than_the_programs_take_are_an_error_of_that_request_only(llm, monkeypatch):
-    monkeypatch.setattr(batch_arrays, "ID_LIST_BUCKETS", (4, 8))
+    monkeypatch.setattr(text_side, "ID_LIST_BUCKETS", (4, 8))
     many = GREEDY.replace(logit_bias=dict.fromkeys(range(9), 1.0))
     good, bad = llm.generate(["hello", "hello"], [GREEDY, many], use_tqdm=False)
     assert good.outputs[0].token_ids == one(llm).token_ids

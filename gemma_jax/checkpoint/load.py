@@ -8,17 +8,8 @@ import jax
 from gemma_jax.checkpoint.formats import detect_format
 from gemma_jax.checkpoint.hf import load_hf
 from gemma_jax.checkpoint.place import ShardingFor
-from gemma_jax.checkpoint.side_files import checkpoint_folder
+from gemma_jax.checkpoint.side_files import load_config
 from gemma_jax.config import ModelConfig
-from gemma_jax.errors import CheckpointError
-
-
-def load_config(path: str | Path) -> ModelConfig:
-    """The `ModelConfig` of a checkpoint directory or weights file."""
-    path = Path(path)
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or directory")
-    return ModelConfig.from_file(checkpoint_folder(path) / "config.json")
 
 
 def load_checkpoint(

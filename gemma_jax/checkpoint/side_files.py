@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma_jax.config import ModelConfig
+from gemma_jax.errors import CheckpointError
 
 SIDE_FILES = (
     "generation_config.json",
@@ -33,6 +34,14 @@ def checkpoint_folder(path: str | Path) -> Path:
     """The directory of a checkpoint that was named by its directory or by its weights file."""
     path = Path(path)
     return path.parent if path.is_file() else path
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """The `ModelConfig` of a checkpoint directory or weights file."""
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or directory")
+    return ModelConfig.from_file(checkpoint_folder(path) / "config.json")
 
 
 def config_json(config: ModelConfig, source: str | Path | None) -> str:

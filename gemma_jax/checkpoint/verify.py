@@ -11,8 +11,8 @@ import numpy as np
 
 from gemma_jax.checkpoint.formats import detect_format
 from gemma_jax.checkpoint.hf import HfCheckpoint, same_bits
-from gemma_jax.checkpoint.load import load_config
 from gemma_jax.checkpoint.names import hf_shapes, leaf_sources
+from gemma_jax.checkpoint.side_files import load_config
 from gemma_jax.config import ModelConfig
 from gemma_jax.errors import CheckpointError
 

@@ -1,1 +1,1 @@
-"""The serving engine. Not there yet: `LLM` runs its own offline loop (`generate.py`)."""
+"""The serving engine, and the OpenAI-compatible server on top of it."""

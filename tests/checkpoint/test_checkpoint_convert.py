@@ -18,8 +18,9 @@ from gemma_jax.checkpoint import atomic, hf
 from gemma_jax.checkpoint.cli import main
 from gemma_jax.checkpoint.convert import to_hf, to_orbax
 from gemma_jax.checkpoint.hf import load_hf, write_hf
-from gemma_jax.checkpoint.load import load_checkpoint, load_config
+from gemma_jax.checkpoint.load import load_checkpoint
 from gemma_jax.checkpoint.orbax import iter_leaves, load_orbax, save_orbax
+from gemma_jax.checkpoint.side_files import load_config
 from gemma_jax.checkpoint.verify import verify
 from gemma_jax.errors import CheckpointError, UnsupportedError
 
