@@ -1,16 +1,17 @@
-"""Sequences to the arrays that the programs take: sampling table, row state, prompt chunks.
+"""Completions to the arrays that the programs take: sampling table, prompt chunks, page tables.
 
 The arrays are numpy's; the runner places them on the device.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gemma_jax.buckets import ID_LIST_BUCKETS, pick
-from gemma_jax.runner import Chunk
-from gemma_jax.sampling import NO_ID, RowState, SamplingStatics, SamplingTable
+from gemma_jax.runner import Chunk, DecodeRows, PageTables
+from gemma_jax.sampling import NO_ID, SamplingStatics, SamplingTable
 from gemma_jax.sequence import Sequence as Completion
 
 CANDIDATE_BUCKETS = (64, 256, 1024)
@@ -93,40 +94,80 @@ def _id_lists(lists: Sequence[Sequence[float]], rows: int, fill: float, dtype: A
     return out
 
 
-def row_state(
-    sequences: Sequence[Completion], rows: int, vocab_size: int, penalties: bool
-) -> RowState:
-    """The state before prefill; rows past the sequences are finished from the start."""
-    finished: Any = np.ones(rows, bool)
-    finished[: len(sequences)] = False
-    prompt_seen: Any = None
-    output_counts: Any = None
-    if penalties:
-        prompt_seen = np.zeros((rows, vocab_size), bool)
-        output_counts = np.zeros((rows, vocab_size), np.int32)
-        for i, sequence in enumerate(sequences):
-            prompt_seen[i, sequence.prompt_token_ids] = True
-    zeros: Any = np.zeros(rows, np.int32)
-    return RowState(zeros, zeros.copy(), zeros.copy(), finished, prompt_seen, output_counts)
+@dataclass(frozen=True)
+class PromptPart:
+    """Consecutive tokens of one completion, for one row of a prefill call.
+
+    Attributes:
+      completion: whose.
+      tokens: its prompt and everything generated so far.
+      slot: its place in the row state.
+      start, length: the tokens start … start + length - 1.
+      ends: they are the last, so that the next token is due.
+    """
+
+    completion: Completion
+    tokens: Sequence[int]
+    slot: int
+    start: int
+    length: int
+    ends: bool
 
 
 def prompt_chunk(
-    prompts: Sequence[Sequence[int]], rows: Sequence[int], start: int, length: int, size: int,
-    num_rows: int,
-) -> Chunk:  # fmt: skip
-    """Tokens start … start + length - 1 of each prompt, for batch rows `rows`.
+    parts: Sequence[PromptPart], size: int, length: int, num_slots: int, vocab_size: int | None
+) -> Chunk:
+    """The parts padded to `size` rows of `length` tokens; padding rows name the slot `num_slots`.
 
-    Padded to `size` rows; padding rows name the row `num_rows`, which does not exist.
+    With `vocab_size` the ids of prompts that end are counted, for penalties.
     """
     ids: Any = np.zeros((size, length), np.int32)
-    starts: Any = np.full(size, start, np.int32)
-    lengths: Any = np.zeros(size, np.int32)
+    start, lengths, counts = (np.zeros(size, np.int32) for _ in range(3))
     ends: Any = np.zeros(size, bool)
-    batch_rows: Any = np.full(size, num_rows, np.int32)
-    batch_rows[: len(rows)] = rows
-    for i, prompt in enumerate(prompts):
-        part = prompt[start : start + length]
-        ids[i, : len(part)] = part
-        lengths[i] = len(part)
-        ends[i] = start < len(prompt) <= start + length
-    return Chunk(ids, starts, lengths, ends, batch_rows)
+    slots = np.full(size, num_slots, np.int32)
+    for i, part in enumerate(parts):
+        ids[i, : part.length] = part.tokens[part.start : part.start + part.length]
+        start[i], lengths[i], ends[i], slots[i] = part.start, part.length, part.ends, part.slot
+        counts[i] = len(part.tokens) - len(part.completion.prompt_token_ids)
+    chunk = Chunk(*map(_untyped, (ids, start, lengths, ends, slots, counts)))
+    if vocab_size is not None:
+        chunk.prompt_seen, chunk.output_counts = _counted(parts, size, vocab_size)
+    return chunk
+
+
+def _counted(parts: Sequence[PromptPart], size: int, vocab_size: int) -> tuple[Any, Any]:
+    prompt_seen, output_counts = np.zeros((size, vocab_size), bool), np.zeros((size, vocab_size), np.int32)
+    for i, part in enumerate(parts):
+        if part.ends:
+            prompt = part.completion.prompt_token_ids
+            prompt_seen[i, prompt] = True
+            np.add.at(output_counts[i], part.tokens[len(prompt) :], 1)
+    return prompt_seen, output_counts
+
+
+def decode_rows(
+    slots: Sequence[int], limits: Sequence[int], size: int, num_slots: int
+) -> DecodeRows:
+    """The rows of a decode call, padded to `size`."""
+    rows, most = np.full(size, num_slots, np.int32), np.zeros(size, np.int32)
+    rows[: len(slots)], most[: len(slots)] = slots, limits
+    return DecodeRows(_untyped(rows), _untyped(most))
+
+
+def page_tables(
+    full: Sequence[Sequence[int]], window: Sequence[Sequence[int]], size: int, widths: tuple[int, int]
+) -> PageTables:
+    """The page tables of a call, padded to `size` rows of `widths` pages."""
+    return PageTables(*(_table(t, size, n) for t, n in zip((full, window), widths, strict=True)))
+
+
+def _table(rows: Sequence[Sequence[int]], size: int, width: int) -> Any:
+    out: Any = np.zeros((size, width), np.int32)
+    for i, pages in enumerate(rows):
+        out[i, : len(pages)] = pages[:width]
+    return out
+
+
+def _untyped(x: Any) -> Any:
+    """numpy's arrays stand for the device's; the programs place them."""
+    return x

@@ -14,6 +14,14 @@ from gemma_jax.numerics import ROUNDINGS, Numerics, Rounding
 DTYPES = ("auto", "bfloat16", "float32")
 MAX_CHUNK = 2048
 """Longest prefill chunk in tokens; a longer one makes no matrix product faster."""
+MAX_SCORE_BYTES = 4 * 2**30
+"""Bound on the attention scores of one sequence's chunk, which plain attention writes to memory."""
+SCORE_BYTES = 6
+"""Bytes of one attention score: float32, and its probability in bfloat16."""
+MIN_PLAIN_CHUNK = 256
+"""Chunks are not cut below this, whatever their scores take."""
+SPARE_TOKENS = 131_072
+"""Tokens of earlier prompts that the KV cache is sized to keep, where memory allows."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,11 @@ class EngineConfig:
         "auto,prefill_attention=triton" or a mapping op → implementation; see `Kernels`.
       max_model_len: most tokens of a sequence, prompt and output; the model's own limit by default.
       max_num_seqs: most sequences decoded at a time.
-      max_num_batched_tokens: most prompt tokens of one prefill call.
+      max_num_batched_tokens: most prompt tokens of one prefill call, padding included.
+      mixed_batched_tokens: the same while other requests decode, who wait for it; by default
+        `max_num_batched_tokens`.
+      max_queue: most completions that wait; beyond it requests are refused.
+      prefix_caching: keep whole pages of earlier prompts and find them again.
       gpu_memory_utilization: share of the device's memory that weights and caches may take.
       decode_steps: tokens a sequence gets in one decode call at most.
       page_size: tokens a page of the KV cache.
@@ -42,6 +54,9 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
+    mixed_batched_tokens: int | None = None
+    max_queue: int = 1_000_000
+    prefix_caching: bool = True
     gpu_memory_utilization: float = 0.9
     decode_steps: int = 32
     page_size: int = 128
@@ -58,8 +73,9 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}"
                 )
-        if not isinstance(self.fast_prefill, bool):
-            raise ConfigError(f"fast_prefill={self.fast_prefill!r}: expected True or False")
+        for name in ("fast_prefill", "prefix_caching"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected True or False")
         Kernels.parse(self.kernels)
         self._check_sizes()
 
@@ -72,8 +88,10 @@ class EngineConfig:
             raise ConfigError(f"page_size={self.page_size}: expected a multiple of {MIN_CHUNK}")
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2)
-        if self.max_num_batched_tokens is not None:
-            _check_int("max_num_batched_tokens", self.max_num_batched_tokens, MIN_CHUNK)
+        _check_int("max_queue", self.max_queue, 1)
+        for name in ("max_num_batched_tokens", "mixed_batched_tokens"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), MIN_CHUNK)
         share = self.gpu_memory_utilization
         if not (isinstance(share, int | float) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization={share!r}: expected a number in (0, 1]")
@@ -103,8 +121,30 @@ class EngineConfig:
     def prefill_tokens(self) -> int:
         """Prompt tokens of one prefill call, a multiple of the shortest chunk."""
         default = 16_384 if jax.default_backend() == "gpu" else 2048
-        budget = self.max_num_batched_tokens or default
-        return max(MIN_CHUNK, budget // MIN_CHUNK * MIN_CHUNK)
+        return _whole_chunks(self.max_num_batched_tokens or default)
+
+    def mixed_tokens(self) -> int:
+        """Prompt tokens of one prefill call while other requests decode."""
+        return min(_whole_chunks(self.mixed_batched_tokens or 2**31), self.prefill_tokens())
+
+    def chunk_tokens(self, model: ModelConfig, max_model_len: int, plain: bool) -> int:
+        """Most prompt tokens of one sequence in a prefill call, a multiple of the shortest chunk.
+
+        Plain attention writes the scores of all keys, which bounds its chunks.
+        """
+        longest = min(MAX_CHUNK, self.prefill_tokens(), self.mixed_tokens())
+        if plain:
+            a_query = model.num_attention_heads * max_model_len * SCORE_BYTES
+            longest = min(longest, max(MAX_SCORE_BYTES // a_query, MIN_PLAIN_CHUNK))
+        return _whole_chunks(min(longest, -(-max_model_len // MIN_CHUNK) * MIN_CHUNK))
+
+    def spare_pages(self) -> int:
+        """Pages of each kind for prefixes, beyond what running requests need."""
+        return SPARE_TOKENS // self.page_size if self.prefix_caching else 0
+
+
+def _whole_chunks(tokens: int) -> int:
+    return max(MIN_CHUNK, tokens // MIN_CHUNK * MIN_CHUNK)
 
 
 def _check_int(name: str, value: object, minimum: int) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,7 @@ from gemma_jax.checkpoint.load import load_checkpoint
 from gemma_jax.compilation_cache import enable_compilation_cache
 from gemma_jax.config import ModelConfig
 from gemma_jax.engine_config import EngineConfig
-from gemma_jax.errors import GemmaError, RequestError, UnsupportedError
-from gemma_jax.generate import Limits, run_batch, score_tokens, split_batches
+from gemma_jax.errors import CapacityError, GemmaError, RequestError, UnsupportedError
 from gemma_jax.generation_config import GenerationDefaults
 from gemma_jax.kernels import Kernels
 from gemma_jax.model.transformer import abstract_model
@@ -24,19 +24,21 @@ from gemma_jax.model_source import resolve_model
 from gemma_jax.outputs import FinishReason, PositionLogprobs, RequestOutput
 from gemma_jax.runner import Runner
 from gemma_jax.sampling_params import MAX_LOGPROBS, SamplingParams
-from gemma_jax.sequence import Sequence as Completion
 from gemma_jax.sequence import position_logprobs
-from gemma_jax.serve.request import EngineRequest
+from gemma_jax.score import score_tokens
+from gemma_jax.serve.collect import Collector
+from gemma_jax.serve.engine import Engine
+from gemma_jax.serve.request import CompletionDelta, EngineRequest
 from gemma_jax.sharding import leaf_shardings, make_mesh
 from gemma_jax.text_side import Message, Prompt, TextSide, prompt_text
-from gemma_jax.tokenizer import Tokenizer
+from gemma_jax.tokenizer import Tokenizer, require_tokenizer
 
 logger = logging.getLogger(__name__)
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
-HOST_CACHE_BYTES = 4 * 2**30
-"""Cache memory of a batch on a device that does not report its memory, such as a CPU."""
+HOST_CACHE_BYTES = 512 * 2**20
+"""Memory of the KV cache on a device that does not report its memory, such as a CPU."""
 
 _LORA_KEYS = ("lora_path", "lora_request", "enable_lora", "lora_modules")
 
@@ -58,17 +60,6 @@ class StreamChunk:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[PositionLogprobs] | None = None
-
-
-@dataclass
-class _Request:
-    """A checked prompt and the completions that it asked for."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    completions: list[Completion]
 
 
 class LLM:
@@ -157,8 +148,8 @@ class LLM:
         self._runner: Runner | None = Runner(
             config, numerics, leaves, engine.fast_prefill, Kernels.parse(engine.kernels)
         )
-        cache_bytes = _cache_budget(leaves, engine.gpu_memory_utilization)
-        self._limits = Limits.of(engine, self.max_model_len, cache_bytes)
+        self._engine: Engine | None = None
+        self._sinks: dict[str, Collector | deque[CompletionDelta]] = {}
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -170,7 +161,26 @@ class LLM:
 
     def close(self) -> None:
         """Frees the weights; the object cannot be used afterwards."""
-        self._runner = None
+        self._runner = self._engine = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that runs requests; its KV cache is made at the first use."""
+        if self._engine is None:
+            engine = self.engine_config
+            self._engine = Engine(
+                self.runner, engine, self.max_model_len,
+                _cache_memory(self.runner, engine),
+                self.tokenizer, self.generation_defaults.suppress_tokens, self._grammars,
+            )  # fmt: skip
+        return self._engine
+
+    def _grammars(self):
+        from gemma_jax.serve.grammar import GrammarCompiler
+
+        tokenizer = require_tokenizer(self.tokenizer, "response_format")
+        eos = self.generation_defaults.eos_token_ids
+        return GrammarCompiler(tokenizer, self.model_config.vocab_size, eos)
 
     @property
     def runner(self) -> Runner:
@@ -205,8 +215,7 @@ class LLM:
         outcomes = [self._try_request(p, q) for p, q in zip(many, params, strict=True)]
         if not listed and isinstance(outcomes[0], GemmaError):
             raise outcomes[0]
-        requests = [r for r in outcomes if isinstance(r, _Request)]
-        self._run(requests, use_tqdm)
+        self._run([x for x in outcomes if isinstance(x, Collector)], use_tqdm)
         return [self._outcome(x, prompt) for x, prompt in zip(outcomes, many, strict=True)]
 
     def chat(
@@ -245,8 +254,7 @@ class LLM:
             raise RequestError(f"n={params.n}: a stream has one completion; use generate")
         if params.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs: a stream has none; use generate or score")
-        request = self._request(prompt, params)
-        return self._stream(request.completions[0])
+        return self._stream(self._request(prompt, params).request)
 
     def stream_chat(
         self,
@@ -277,7 +285,11 @@ class LLM:
                 f"token_ids: {len(ids)} tokens, but the context holds {self.max_model_len}"
             )
         k = min(max(logprobs, 1), self.model_config.vocab_size)
-        scored = score_tokens(self.runner, ids, self._limits, k)
+        engine = self.engine_config
+        scored = score_tokens(
+            self.runner, ids, page_size=engine.page_size, k=k,
+            max_chunk=engine.chunk_tokens(self.model_config, self.max_model_len, plain=True),
+        )  # fmt: skip
         return [None] + [
             position_logprobs(token, values, logprobs, self.tokenizer)
             for token, values in zip(ids[1:], scored, strict=True)
@@ -318,7 +330,7 @@ class LLM:
             )
         return list(given)
 
-    def _try_request(self, prompt: Any, params: SamplingParams) -> "_Request | GemmaError":
+    def _try_request(self, prompt: Any, params: SamplingParams) -> "Collector | GemmaError":
         if isinstance(prompt, GemmaError):
             return prompt
         try:
@@ -326,50 +338,88 @@ class LLM:
         except GemmaError as error:
             return error
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> _Request:
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Collector:
         request = self.make_request(prompt, params, f"request-{next(self._ids)}")
-        completions = [_completion(request, i, self.tokenizer) for i in range(params.n)]
-        return _Request(
-            request.request_id, prompt_text(prompt), request.prompt_token_ids, params, completions
-        )
+        return Collector(request, prompt_text(prompt))
 
     # --- running ---------------------------------------------------------------------------------
 
-    def _run(self, requests: Sequence[_Request], use_tqdm: bool) -> None:
-        completions = [c for request in requests for c in request.completions]
-        batches = split_batches(self.runner, completions, self._limits)
-        suppressed = self.generation_defaults.suppress_tokens
-        with tqdm(total=len(completions), unit="seq", disable=not use_tqdm) as bar:
-            for batch in batches:
-                for events in run_batch(self.runner, batch, self._limits, suppressed):
-                    bar.update(sum(sequence.finished for sequence, _, _ in events))
+    def _run(self, collectors: Sequence[Collector], use_tqdm: bool) -> None:
+        """Runs the requests to their ends; interrupted, it gives up those that remain."""
+        total = sum(c.request.params.n for c in collectors)
+        waiting = {c.request.request_id: c for c in collectors}
+        try:
+            for request_id, collector in waiting.items():
+                self._sinks[request_id] = collector
+                self._add(collector.request)
+            with tqdm(total=total, unit="seq", disable=not use_tqdm) as bar:
+                while not all(c.finished for c in collectors):
+                    bar.update(self._step())
+        finally:
+            for request_id in waiting:
+                self._drop(request_id)
 
-    def _stream(self, completion: Completion) -> Iterator[StreamChunk]:
-        suppressed = self.generation_defaults.suppress_tokens
-        calls = run_batch(self.runner, [completion], self._limits, suppressed, interactive=True)
-        for events in calls:
-            for sequence, ids, text in events:
-                logprobs = sequence.output_logprobs()
+    def _add(self, request: EngineRequest) -> None:
+        """Queues a request; one that can never run ends with an error."""
+        try:
+            self.engine.add(request)
+        except CapacityError as error:
+            for index in range(request.params.n):
+                self._deliver(
+                    CompletionDelta(
+                        request.request_id, index, "", [], finish_reason="error", error=str(error)
+                    )
+                )
+
+    def _step(self) -> int:
+        """One step of the engine; the number of completions that ended."""
+        deltas = self.engine.step()
+        for delta in deltas:
+            self._deliver(delta)
+        return sum(delta.finish_reason is not None for delta in deltas)
+
+    def _deliver(self, delta: CompletionDelta) -> None:
+        sink = self._sinks.get(delta.request_id)
+        if isinstance(sink, Collector):
+            sink.add(delta)
+        elif sink is not None:
+            sink.append(delta)
+
+    def _drop(self, request_id: str) -> None:
+        del self._sinks[request_id]
+        if self._engine is not None:
+            self._engine.abort(request_id)
+
+    def _stream(self, request: EngineRequest) -> Iterator[StreamChunk]:
+        inbox: deque[CompletionDelta] = deque()
+        self._sinks[request.request_id] = inbox
+        try:
+            self._add(request)
+            while True:
+                while not inbox:
+                    self._step()
+                delta = inbox.popleft()
+                if delta.error is not None:
+                    raise CapacityError(delta.error)
                 yield StreamChunk(
-                    text, ids, sequence.finish_reason, sequence.stop_reason,
-                    None if logprobs is None else logprobs[-len(ids) :],
+                    delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason,
+                    delta.logprobs,
                 )  # fmt: skip
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self._drop(request.request_id)
 
-    def _outcome(self, outcome: "_Request | GemmaError", prompt: Any) -> RequestOutput:
+    def _outcome(self, outcome: "Collector | GemmaError", prompt: Any) -> RequestOutput:
         if isinstance(outcome, GemmaError):
-            text = prompt if isinstance(prompt, str) else None
             return RequestOutput(
-                f"request-{next(self._ids)}", text, [], finished=True, error=str(outcome)
-            )
-        k = outcome.params.prompt_logprobs
-        return RequestOutput(
-            request_id=outcome.request_id,
-            prompt=outcome.prompt,
-            prompt_token_ids=outcome.prompt_token_ids,
-            prompt_logprobs=None if k is None else self.score(outcome.prompt_token_ids, k),
-            outputs=[c.output() for c in outcome.completions],
-            finished=True,
-        )
+                f"request-{next(self._ids)}", prompt_text(prompt), [], finished=True,
+                error=str(outcome),
+            )  # fmt: skip
+        output, k = outcome.output(), outcome.request.params.prompt_logprobs
+        if k is not None and output.error is None:
+            output.prompt_logprobs = self.score(output.prompt_token_ids, k)
+        return output
 
 
 def _engine_config(settings: dict[str, Any]) -> EngineConfig:
@@ -399,28 +449,26 @@ def _is_list_of_prompts(prompts: Any) -> bool:
     return not (prompts and all(isinstance(x, int | np.integer) for x in prompts))
 
 
-def _completion(request: EngineRequest, index: int, tokenizer: Tokenizer | None) -> Completion:
-    return Completion(
-        request.prompt_token_ids,
-        request.params,
-        index,
-        _key(request.seed, index),
-        request.max_tokens,
-        request.eos_ids,
-        tokenizer,
-    )
-
-
-def _key(seed: int, index: int) -> np.ndarray:
-    """The random key of completion `index` of a request with `seed`: uint32 [2]."""
-    return np.random.SeedSequence([seed % 2**64, index]).generate_state(2, np.uint32)
-
-
-def _cache_budget(leaves: Mapping[str, jax.Array], share: float) -> int:
-    """Bytes that the caches of a batch may take beside the weights."""
+def _cache_memory(runner: Runner, engine: EngineConfig) -> int:
+    """Bytes that the KV cache may take beside weights, what else is in use, and activations."""
     stats = jax.devices()[0].memory_stats() or {}
     limit = stats.get("bytes_limit")
     if limit is None:
         return HOST_CACHE_BYTES
-    weights = sum(x.nbytes for x in leaves.values())
-    return max(int(limit * share) - weights, 0) // 2  # the rest is for activations
+    weights = sum(x.nbytes for x in runner.leaves)
+    used = max(stats.get("bytes_in_use", 0), weights)
+    free = int(limit * engine.gpu_memory_utilization) - used
+    return free - activation_bytes(runner.config, engine.prefill_tokens(), engine.max_num_seqs)
+
+
+def activation_bytes(config: ModelConfig, prefill_tokens: int, rows: int) -> int:
+    """Bytes that the intermediates of a call may take: a bound on both kinds of call.
+
+    A prompt token holds a gate|up row and its product, and a few rows of the residual stream and
+    of queries; a row whose logits are wanted holds several float32 rows of the vocabulary.
+    """
+    widest = max(layer.intermediate_size for layer in config.layers)
+    heads = max(layer.num_kv_heads * layer.num_groups * layer.head_dim for layer in config.layers)
+    ple = config.num_hidden_layers * config.hidden_size_per_layer_input
+    a_token = 4 * (3 * widest + 8 * config.hidden_size + 4 * heads + 2 * ple)
+    return prefill_tokens * a_token + rows * config.vocab_size * 4 * 6

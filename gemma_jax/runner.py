@@ -354,11 +354,11 @@ class Runner:
     def new_cache(self, num_full_pages: int, num_window_pages: int, page_size: int) -> KVCache:
         """An empty cache of pages on the device."""
         sizes = num_full_pages, num_window_pages, page_size
-        return self._place(_new_cache(self.config, *sizes, self.numerics.dtype))
+        return self.place(_new_cache(self.config, *sizes, self.numerics.dtype))
 
     def new_state(self, slots: int, penalties: bool = False) -> RowState:
         """The state of `slots` empty slots on the device; with penalties it counts ids too."""
-        return self._place(_new_state(slots, self.config.vocab_size if penalties else None))
+        return self.place(_new_state(slots, self.config.vocab_size if penalties else None))
 
     def prefill(
         self,
@@ -416,7 +416,7 @@ class Runner:
     def _program(self, layout: CacheLayout) -> Program:
         return make_program(self.config, self.numerics, layout, self.kernels)
 
-    def _place[T](self, tree: T) -> T:
+    def place[T](self, tree: T) -> T:
         """Arrays where the programs leave theirs; placed otherwise they would compile again."""
         return jax.device_put(tree, self._replicated)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gemma_jax.outputs import CompletionOutput, FinishReason, Logprob, PositionLogprobs
+from gemma_jax.outputs import FinishReason, Logprob, PositionLogprobs
 from gemma_jax.sampling_params import SamplingParams
 from gemma_jax.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 
@@ -69,6 +69,31 @@ class Sequence:
         """Tokens that may still be generated."""
         return self.max_tokens - len(self.token_ids)
 
+    def extend(self, tokens: list[int], logprobs: list[TokenLogprobs] | None = None) -> str:
+        """Takes the tokens of one device call up to its end; the text that became final.
+
+        `logprobs` has an entry a token.
+        """
+        if self.params.stop:  # which may end it at any of them
+            values = logprobs or [None] * len(tokens)
+            return "".join(self.append(t, x) for t, x in zip(tokens, values, strict=False))
+        if self.finished or not tokens:
+            return ""
+        tokens = tokens[: self.remaining]
+        stop_ids = self.stop_ids
+        end = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens) - 1)
+        self.token_ids += tokens[:end]
+        if logprobs is not None and self.params.logprobs is not None:
+            self.logprobs += logprobs[:end]
+        text = self._detokenizer.push(tokens[:end]) if self._detokenizer and end else ""
+        self.text += text
+        return text + self.append(tokens[end], None if logprobs is None else logprobs[end])
+
+    def abort(self) -> None:
+        """Ends the completion from outside."""
+        if not self.finished:
+            self.finish_reason = "abort"
+
     def append(self, token: int, logprobs: TokenLogprobs | None) -> str:
         """Takes the next token; the text that became final with it. A finished one takes none."""
         if self.finished:
@@ -114,27 +139,13 @@ class Sequence:
             return shown
         return shown + self._stop.finish()
 
-    def output(self) -> CompletionOutput:
-        """The completion as the caller sees it."""
-        return CompletionOutput(
-            index=self.index,
-            text=self.text,
-            token_ids=list(self.token_ids),
-            cumulative_logprob=sum(x.sampled for x in self.logprobs) if self.logprobs else None,
-            logprobs=self.output_logprobs(),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
-
-    def output_logprobs(self) -> list[PositionLogprobs] | None:
-        """One mapping a token so far; `None` when the request asked for none."""
+    def output_logprobs(self, start: int = 0) -> list[PositionLogprobs] | None:
+        """One mapping a token from number `start` on; `None` when the request asked for none."""
         if self.params.logprobs is None:
             return None
         k = self.params.logprobs
-        return [
-            position_logprobs(token, x, k, self.tokenizer)
-            for token, x in zip(self.token_ids, self.logprobs, strict=True)
-        ]
+        pairs = zip(self.token_ids[start:], self.logprobs[start:], strict=True)
+        return [position_logprobs(token, x, k, self.tokenizer) for token, x in pairs]
 
 
 def position_logprobs(

@@ -58,6 +58,14 @@ def decode_context(
     return kind(config, numerics, kernels, layout, cache, position, active)
 
 
+def reads_whole_tables(kernels: Kernels, numerics: Numerics) -> bool:
+    """Whether a decode step costs the same whatever the width of its page tables.
+
+    Plain attention reads every page that a table has room for; the kernels read those in use.
+    """
+    return not _is_plain(kernels, "decode_attention", numerics)
+
+
 def _is_plain(kernels: Kernels, op: str, numerics: Numerics) -> bool:
     """Whether the plain formulas run: asked for, or chosen on a CPU and where rounding is exact.
 

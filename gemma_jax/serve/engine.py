@@ -1,0 +1,424 @@
+"""The engine: requests in, deltas out, one device call after another.
+
+`Scheduler` decides what runs, `KVPages` where; this is the only file of `serve/` that touches
+arrays. Up to `QUEUED_CALLS` calls are on their way to the device: while the host reads the tokens
+of one and plans ahead, the next one runs.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from gemma_jax.batch_arrays import (
+    PromptPart,
+    decode_rows,
+    page_tables,
+    prompt_chunk,
+    sampling_statics,
+    sampling_table,
+)
+from gemma_jax.buckets import chunk_buckets, length_buckets, pick, row_buckets
+from gemma_jax.engine_config import EngineConfig
+from gemma_jax.errors import GemmaError, RequestError, UnsupportedError
+from gemma_jax.model.cache import CacheLayout, page_bytes
+from gemma_jax.model.kernel_context import reads_whole_tables
+from gemma_jax.runner import STEP_BLOCK, PageTables, Runner, StepOutput
+from gemma_jax.sampling import NO_ID, Logprobs, RowState
+from gemma_jax.sequence import Sequence as Completion
+from gemma_jax.sequence import TokenLogprobs
+from gemma_jax.serve.cache_plan import plan_cache
+from gemma_jax.serve.entry import DecodePlan, Entry, PrefillPlan
+from gemma_jax.serve.pages import KVPages
+from gemma_jax.serve.request import CompletionDelta, EngineRequest, EngineStats
+from gemma_jax.serve.scheduler import Scheduler, SchedulerLimits
+from gemma_jax.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # its library is an extra
+    from gemma_jax.serve.grammar import GrammarCompiler, GrammarState
+
+QUEUED_CALLS = 2
+
+HOST_STOP_STEPS = 8
+"""Decode steps a call for a row that a stop string may end, which only the host can see."""
+
+
+@dataclass(eq=False)
+class _Running:
+    """One completion that the engine works on."""
+
+    request: EngineRequest
+    completion: Completion
+    entry: Entry
+    grammar: "GrammarState | None" = None
+    reported_cached: bool = False
+
+
+@dataclass
+class _Call:
+    """A queued device call: its rows with what each was promised, and where its tokens will be."""
+
+    rows: list[tuple[_Running, int]]
+    output: StepOutput | None
+
+
+@dataclass
+class _Counters:
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    device_calls: int = 0
+    idle_seconds: float = 0.0
+    idle_since: float | None = field(default=None)
+
+
+class Engine:
+    """Runs any number of requests on one model; not thread-safe.
+
+    Args:
+      runner: the model's programs.
+      config: row, token and step limits.
+      max_model_len: most tokens of a sequence.
+      memory: bytes that the KV cache may take.
+      tokenizer: for text and stop strings; `None` gives ids only.
+      suppressed: ids that are never generated.
+      grammars: for requests that bring a grammar; made at the first one.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        max_model_len: int,
+        memory: int,
+        tokenizer: Tokenizer | None = None,
+        suppressed: Sequence[int] = (),
+        grammars: "Callable[[], GrammarCompiler] | None" = None,
+    ):
+        self._runner, self._tokenizer, self._suppressed = runner, tokenizer, suppressed
+        self._grammars, self._compiler = grammars, None
+        self._slots, self._max_len = config.max_num_seqs, max_model_len
+        self._rows = row_buckets(config.max_num_seqs)
+        self._max_steps = -(-config.decode_steps // STEP_BLOCK) * STEP_BLOCK
+        longest = config.chunk_tokens(runner.config, max_model_len, self._is_plain)
+        self._kv = KVPages(self._plan(config, longest, memory), config.prefix_caching)
+        self._scheduler = Scheduler(self._limits(config, longest), self._kv)
+        sizes = self._kv.sizes
+        self._cache = runner.new_cache(
+            sizes.num_full_pages, max(sizes.num_window_pages, 1), sizes.page_size
+        )
+        self._state = runner.new_state(self._slots)
+        self._running: dict[int, _Running] = {}
+        self._by_request: dict[str, list[_Running]] = {}
+        self._calls: deque[_Call] = deque()
+        self._ids = itertools.count()
+        self._count = _Counters()
+        self._table: tuple[tuple[Any, ...], Any] = ((), None)
+
+    @property
+    def _is_plain(self) -> bool:
+        return not reads_whole_tables(self._runner.kernels, self._runner.numerics)
+
+    def _plan(self, config: EngineConfig, longest: int, memory: int):
+        model = self._runner.config
+        sliding = any(layer.is_sliding for layer in model.owner_layers)
+        itemsize = self._runner.numerics.jnp_dtype.itemsize
+        return plan_cache(
+            page_size=config.page_size,
+            page_bytes=page_bytes(model, config.page_size, itemsize),
+            memory=memory,
+            window=model.sliding_window if sliding else 0,
+            max_chunk=longest,
+            max_model_len=self._max_len,
+            max_num_seqs=self._slots,
+            prefill_tokens=config.prefill_tokens(),
+            spare_pages=config.spare_pages(),
+        )
+
+    def _limits(self, config: EngineConfig, longest: int) -> SchedulerLimits:
+        budget = max(config.prefill_tokens(), longest)
+        return SchedulerLimits(
+            max_num_seqs=self._slots,
+            max_num_batched_tokens=budget,
+            mixed_budget=max(min(budget, config.mixed_tokens()), longest and 1),
+            row_buckets=self._rows,
+            chunk_buckets=chunk_buckets(longest),
+            decode_steps=config.decode_steps,
+            decode_steps_waiting=min(STEP_BLOCK, config.decode_steps),
+            max_queue=config.max_queue,
+        )
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> None:
+        """Queues a request.
+
+        Raises:
+          RequestError: its id is taken.
+          UnsupportedError: it brings a grammar, and the model has no tokenizer.
+          CapacityError: it could never run, or the queue is full (retry later).
+        """
+        if request.request_id in self._by_request:
+            raise RequestError(f"request_id={request.request_id!r}: is still running")
+        running = [self._start(request, i) for i in range(request.params.n)]
+        self._scheduler.add(*(r.entry for r in running))
+        self._by_request[request.request_id] = running
+        self._running |= {r.entry.entry_id: r for r in running}
+        self._count.prompt_tokens += len(request.prompt_token_ids) * len(running)
+
+    def _start(self, request: EngineRequest, index: int) -> _Running:
+        prompt, params = request.prompt_token_ids, request.params
+        completion = Completion(
+            prompt, params, index, _key(request.seed, index), request.max_tokens,
+            request.eos_ids, self._tokenizer,
+        )  # fmt: skip
+        grammar = None if request.grammar is None else self._grammar(request.grammar)
+        entry = Entry(
+            entry_id=next(self._ids),
+            tokens=list(prompt),
+            prompt_len=len(prompt),
+            max_total=len(prompt) + request.max_tokens,
+            one_step=grammar is not None,
+            max_steps=HOST_STOP_STEPS if params.stop else self._max_steps,
+        )
+        return _Running(request, completion, entry, grammar)
+
+    def _grammar(self, text: str) -> "GrammarState":
+        if self._compiler is None:
+            if self._grammars is None:
+                raise UnsupportedError("response_format: the model has no tokenizer")
+            self._compiler = self._grammars()
+        return self._compiler.start(text)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its slots and pages are free at once. Unknown ids are ignored."""
+        for running in self._by_request.pop(request_id, ()):
+            self._scheduler.abort(running.entry)
+            self._running.pop(running.entry.entry_id, None)
+            running.completion.abort()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._running)
+
+    def stats(self) -> EngineStats:
+        """Where the engine stands."""
+        scheduler, count = self._scheduler, self._count
+        return EngineStats(
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_running,
+            kv_usage=scheduler.kv_usage,
+            prompt_tokens=count.prompt_tokens,
+            generated_tokens=count.generated_tokens,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            preemptions=scheduler.preemptions,
+            device_calls=count.device_calls,
+            idle_seconds=count.idle_seconds,
+        )
+
+    # --- the loop --------------------------------------------------------------------------------
+
+    def step(self) -> list[CompletionDelta]:
+        """Queues the next device call, if one can be planned, and reads the oldest one if due."""
+        plan = self._scheduler.schedule() if len(self._calls) < QUEUED_CALLS else None
+        if isinstance(plan, PrefillPlan):
+            self._launch(self._prefill(plan))
+        elif isinstance(plan, DecodePlan):
+            self._launch(self._decode(plan))
+        elif self._calls:
+            return self._read(self._calls.popleft())
+        return []
+
+    def _launch(self, call: _Call) -> None:
+        count, now = self._count, time.monotonic()
+        count.device_calls += 1
+        if count.idle_since is not None:
+            count.idle_seconds += now - count.idle_since
+            count.idle_since = None
+        if call.output is not None:
+            jax.tree.map(lambda x: x.copy_to_host_async(), call.output)
+        self._calls.append(call)
+
+    def _prefill(self, plan: PrefillPlan) -> _Call:
+        rows = [self._running[chunk.entry.entry_id] for chunk in plan.chunks]
+        parts = [
+            PromptPart(row.completion, c.entry.tokens, _slot(c.entry), c.start, c.length, c.ends)
+            for row, c in zip(rows, plan.chunks, strict=True)
+        ]
+        statics = sampling_statics([r.completion for r in rows], self._vocab_size)
+        table = sampling_table([r.completion for r in rows], plan.row_bucket, self._suppressed)
+        counted = self._vocab_size if statics.penalties else None
+        chunk = prompt_chunk(parts, plan.row_bucket, plan.chunk_bucket, self._slots, counted)
+        ending = [r if c.ends else None for r, c in zip(rows, plan.chunks, strict=True)]
+        chunk.allowed = self._allowed(ending, plan.row_bucket)
+        end = max(c.start + c.length for c in plan.chunks) if plan.has_past else plan.chunk_bucket
+        layout, tables = self._tables([c.entry for c in plan.chunks], plan.row_bucket, end)
+        self._cache, state, output = self._runner.prefill(
+            layout, self._cache, self._state_for(statics.penalties), chunk, tables, table, statics,
+            has_past=plan.has_past, wants_token=any(c.ends for c in plan.chunks),
+        )  # fmt: skip
+        self._keep(state)
+        promised = [int(c.ends) for c in plan.chunks]
+        return _Call(list(zip(rows, promised, strict=True)), output)
+
+    def _decode(self, plan: DecodePlan) -> _Call:
+        entries, limits = zip(*plan.rows, strict=True)
+        rows = [self._running[entry.entry_id] for entry in entries]
+        size = pick(len(rows), self._rows, "rows")
+        statics = sampling_statics([r.completion for r in rows], self._vocab_size)
+        arrays = decode_rows([_slot(e) for e in entries], limits, size, self._slots)
+        arrays.allowed = self._allowed(rows, size)
+        end = max(e.computed for e in entries) if self._is_plain else self._max_len
+        layout, tables = self._tables(entries, size, end)
+        self._cache, state, output = self._runner.decode(
+            layout, self._cache, self._state_for(statics.penalties), arrays, tables,
+            self._sampling_table(rows, size), statics,
+            max_steps=1 if plan.steps == 1 else self._max_steps,
+        )  # fmt: skip
+        self._keep(state)
+        return _Call(list(zip(rows, limits, strict=True)), output)
+
+    def _tables(
+        self, entries: Sequence[Entry], size: int, end: int
+    ) -> tuple[CacheLayout, PageTables]:
+        """The page tables of a call that reaches position `end`, and their static sizes."""
+        kv, page = self._kv, self._kv.sizes.page_size
+        longest = -(-self._max_len // page) * page
+        slots = pick(min(end, longest), length_buckets(longest, page), "tokens of a sequence")
+        ring = max(kv.sizes.ring_pages, 1)
+        pages = [_pages(entry) for entry in entries]
+        tables = page_tables(
+            [p.full for p in pages], [kv.ring_table(p) for p in pages], size, (slots // page, ring)
+        )
+        return CacheLayout(size, slots, ring * page, page), tables
+
+    def _sampling_table(self, rows: Sequence[_Running], size: int) -> Any:
+        """The table of a decode call; the same rows come call after call."""
+        key = (size, *(r.entry.entry_id for r in rows))
+        if self._table[0] != key:
+            table = sampling_table([r.completion for r in rows], size, self._suppressed)
+            self._table = key, self._runner.place(table)
+        return self._table[1]
+
+    def _allowed(self, rows: Sequence[_Running | None], size: int) -> Any:
+        """Bit masks of the ids that each row may draw; `None` if no row has a grammar."""
+        if not any(r and r.grammar for r in rows):
+            return None
+        words = -(-self._vocab_size // 32)
+        allowed: Any = np.full((size, words), np.uint32(2**32 - 1))
+        for i, row in enumerate(rows):
+            if row is not None and row.grammar is not None:
+                allowed[i] = row.grammar.mask()
+        return allowed
+
+    def _state_for(self, penalties: bool) -> RowState:
+        """The row state, with counts of ids if they are needed; they are made at their first use."""
+        if not penalties:
+            return RowState(
+                self._state.token, self._state.position, self._state.count, self._state.finished
+            )
+        if self._state.prompt_seen is None:
+            empty = self._runner.new_state(self._slots, penalties=True)
+            self._state.prompt_seen = empty.prompt_seen
+            self._state.output_counts = empty.output_counts
+        return self._state
+
+    def _keep(self, state: RowState) -> None:
+        """Takes the state that a call gave back; one without counts leaves those of before."""
+        if state.prompt_seen is None:
+            state.prompt_seen = self._state.prompt_seen
+            state.output_counts = self._state.output_counts
+        self._state = state
+
+    @property
+    def _vocab_size(self) -> int:
+        return self._runner.config.vocab_size
+
+    # --- tokens ----------------------------------------------------------------------------------
+
+    def _read(self, call: _Call) -> list[CompletionDelta]:
+        """The deltas of a call; waits until it has run."""
+        tokens = logprobs = None
+        if call.output is not None:
+            tokens = np.asarray(call.output.tokens).tolist()
+            logprobs = jax.tree.map(np.asarray, call.output.logprobs)
+        if not self._calls:
+            self._count.idle_since = time.monotonic()
+        deltas = []
+        for i, (row, promised) in enumerate(call.rows):
+            if row.completion.finished:  # by a stop string or an abort, after this call was queued
+                continue
+            drawn = [t for t in tokens[i] if t != NO_ID] if tokens and promised else []
+            delta = self._take(row, drawn, None if logprobs is None else _columns(logprobs, i))
+            self._scheduler.accept(
+                row.entry, delta.token_ids, promised=promised, finished=row.completion.finished
+            )
+            if delta.token_ids or delta.finish_reason:
+                deltas.append(delta)
+        if not self.has_work:
+            self._count.idle_since = None
+        return deltas
+
+    def _take(
+        self, row: _Running, drawn: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> CompletionDelta:
+        completion = row.completion
+        before = len(completion.token_ids)
+        text, error = "", None
+        try:
+            text = completion.extend(drawn, logprobs)
+            if row.grammar is not None:
+                for token in completion.token_ids[before:]:
+                    row.grammar.accept(token)
+        except GemmaError as problem:
+            completion.finish_reason, error = "error", str(problem)
+        if completion.finished:
+            self._forget(row)
+        self._count.generated_tokens += len(completion.token_ids) - before
+        return CompletionDelta(
+            request_id=row.request.request_id,
+            index=completion.index,
+            text=text,
+            token_ids=completion.token_ids[before:],
+            logprobs=completion.output_logprobs(before),
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            num_cached_tokens=row.entry.num_cached or 0,
+            error=error,
+        )
+
+    def _forget(self, row: _Running) -> None:
+        del self._running[row.entry.entry_id]
+        siblings = self._by_request[row.request.request_id]
+        if all(r.completion.finished for r in siblings):
+            del self._by_request[row.request.request_id]
+
+
+def _slot(entry: Entry) -> int:
+    assert entry.slot is not None, "not admitted"
+    return entry.slot
+
+
+def _pages(entry: Entry):
+    assert entry.pages is not None, "not admitted"
+    return entry.pages
+
+
+def _columns(logprobs: Logprobs, row: int) -> list[TokenLogprobs]:
+    """The log-probabilities of one row of a call, a token each."""
+    columns = zip(
+        logprobs.sampled[row].tolist(), logprobs.rank[row].tolist(),
+        logprobs.top_ids[row].tolist(), logprobs.top[row].tolist(), strict=True,
+    )  # fmt: skip
+    return [TokenLogprobs(*values) for values in columns]
+
+
+def _key(seed: int, index: int) -> np.ndarray:
+    """The random key of completion `index` of a request with `seed`: uint32 [2]."""
+    return np.random.SeedSequence([seed % 2**64, index]).generate_state(2, np.uint32)
