@@ -147,7 +147,7 @@ def chat_request(body: Any, defaults: GenerationDefaults = NO_DEFAULTS) -> ChatR
         params=params.replace(skip_special_tokens=False),
         tools=tools,
         thinking=thinking,
-        grammar=_grammar(fields, thinking),
+        grammar=_grammar(fields, thinking, bool(tools)),
         stream=_typed(fields, "stream", bool, False),
         include_usage=_include_usage(fields),
         hide_special_tokens=params.skip_special_tokens,
@@ -173,7 +173,7 @@ def completion_request(body: Any, defaults: GenerationDefaults = NO_DEFAULTS) ->
         prompts=_prompts(fields["prompt"]),
         params=defaults.sampling_params().replace(**sampling),
         echo=echo,
-        grammar=_grammar(fields, thinking=False),
+        grammar=_grammar(fields, thinking=False, tools=False),
         stream=_typed(fields, "stream", bool, False),
         include_usage=_include_usage(fields),
     )
@@ -324,12 +324,16 @@ def _include_usage(fields: Body) -> bool:
     return options.get("include_usage", False)
 
 
-def _grammar(fields: Body, thinking: bool) -> str | None:
+def _grammar(fields: Body, thinking: bool, tools: bool) -> str | None:
     if "response_format" not in fields:
         return None
-    from gemma_jax.serve.grammar import response_grammar  # llguidance, only where it is needed
-
-    return response_grammar(fields["response_format"], thinking=thinking)
+    try:
+        from gemma_jax.serve.grammar import response_grammar
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"response_format needs the package {error.name}: pip install 'gemma-jax[serve]'"
+        ) from error
+    return response_grammar(fields["response_format"], thinking=thinking, tools=tools)
 
 
 def _prompts(value: Any) -> list[TextOrIds]:
