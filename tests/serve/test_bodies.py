@@ -163,7 +163,7 @@ def test_a_bad_completion_field_is_refused_by_name(fields, error, param):
 
 @pytest.mark.parametrize("body", [[], "x", 5, True, None])
 def test_a_body_that_is_no_object_is_refused(body):
-    with pytest.raises(RequestError, match="body is a JSON .*; expected an object"):
+    with pytest.raises(RequestError, match="^body is a JSON "):
         chat_request(body)
 
 
@@ -186,6 +186,14 @@ NAMES = st.sampled_from(
 )
 
 
+def refusal(read, body):
+    try:
+        read(body)
+    except GemmaError as error:
+        return error
+    return None
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(NAMES, JSON, max_size=4))
 def test_any_refusal_names_a_field_of_the_body(fields):
@@ -193,7 +201,5 @@ def test_any_refusal_names_a_field_of_the_body(fields):
         (chat_request, HELLO | fields),
         (completion_request, {"prompt": "a"} | fields),
     ):
-        try:
-            read(body)
-        except GemmaError as error:
-            assert field_of(error) in body
+        error = refusal(read, body)
+        assert error is None or field_of(error) in body
