@@ -5,6 +5,7 @@ The text must still hold the special tokens (`skip_special_tokens=False`): `<|ch
 string in it. Source of the format: the chat templates published with the Gemma 4 checkpoints.
 """
 
+import functools
 import re
 import uuid
 from collections.abc import Callable, Collection, Iterable
@@ -94,8 +95,8 @@ class ChatOutputParser:
         self._space = ""  # at the end of a thought so far
         self._hidden = frozenset(hidden)
         structure = {CHANNEL_OPEN, CHANNEL_CLOSE} | ({CALL_OPEN, CALL_CLOSE} if tools else set())
-        self._markers = _Markers(structure | self._hidden)
-        self._call_markers = _Markers({CALL_OPEN, CALL_CLOSE})
+        self._markers = _markers(self._hidden | structure)
+        self._call_markers = _markers(frozenset({CALL_OPEN, CALL_CLOSE}))
         self._step: Callable[[bool], list[ChatPiece] | None] = (
             self._bare_thought if thinking else self._content
         )
@@ -188,7 +189,7 @@ class ChatOutputParser:
         try:
             call = parse_tool_call(body)
         except MalformedCallError:
-            text = _Markers(self._hidden).remove(CALL_OPEN + body + closing)
+            text = _markers(self._hidden).remove(CALL_OPEN + body + closing)
             return [Content(text)] if text else []
         index, self._num_calls = self._num_calls, self._num_calls + 1
         start = ToolCallStart(index, self._call_id(), call.name)
@@ -209,10 +210,10 @@ class _Markers:
     """Finds the first of several strings in a text, and the beginning of one at its end."""
 
     def __init__(self, markers: Iterable[str]):
-        self._markers = sorted(set(markers))
-        self._longest = max(map(len, self._markers), default=1)
-        pattern = "|".join(re.escape(marker) for marker in self._markers)
+        pattern = "|".join(re.escape(marker) for marker in sorted(markers))
         self._pattern = re.compile(pattern or r"(?!)")
+        self._beginnings = {marker[:i] for marker in markers for i in range(1, len(marker))}
+        self._longest = max(map(len, self._beginnings), default=0)
 
     def search(self, text: str, start: int = 0) -> re.Match[str] | None:
         return self._pattern.search(text, start)
@@ -222,11 +223,15 @@ class _Markers:
 
     def held(self, text: str) -> int:
         """Return the length of the longest end of `text` that a marker begins with."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(len(marker) > length and marker.startswith(end) for marker in self._markers):
+        for length in range(min(self._longest, len(text)), 0, -1):
+            if text[-length:] in self._beginnings:
                 return length
         return 0
+
+
+@functools.lru_cache(maxsize=16)
+def _markers(markers: frozenset[str]) -> _Markers:
+    return _Markers(markers)
 
 
 def _joined(pieces: Iterable[ChatPiece]) -> list[ChatPiece]:

@@ -29,14 +29,25 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True)
 class ResponseHead:
-    """What every chunk of a response repeats: id, creation in Unix seconds, the model's name."""
+    """What a response, or every chunk of it, repeats.
+
+    Attributes:
+      id: of the response.
+      is_chat: whether it answers a chat.
+      created: Unix seconds.
+      model: the model's name.
+    """
 
     id: str
+    is_chat: bool
     created: int
     model: str
 
-    def fields(self, kind: str) -> dict[str, Any]:
-        """Return the head of an object of type `kind`."""
+    def fields(self, streamed: bool = False) -> dict[str, Any]:
+        """Return the head of the whole response, or of a streamed chunk."""
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if streamed else "chat.completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
@@ -188,7 +199,7 @@ class CompletionChoice:
     Args:
       request: what was asked.
       index: of the choice in the response: prompt number · n + completion.
-      prompt: the text that `echo` repeats; "" for none.
+      prompt: text before the completion, of a request that echoes it; else "".
     """
 
     def __init__(self, request: CompletionRequest, index: int = 0, prompt: str = ""):
@@ -196,7 +207,7 @@ class CompletionChoice:
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self._text = prompt if request.echo else ""
+        self._text = prompt
         self._unsent = self._text
         self._top = request.params.logprobs
         self._logprobs = _empty_logprobs()
@@ -250,43 +261,20 @@ def _empty_logprobs() -> dict[str, list[Any]]:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def chat_response(
-    head: ResponseHead, choices: Sequence[ChatChoice], usage: Usage
+def response_object(
+    head: ResponseHead, choices: Sequence[ChatChoice | CompletionChoice], usage: Usage
 ) -> dict[str, Any]:
-    """Return the `chat.completion` object of finished choices."""
+    """Return the whole response of finished choices."""
     listed = [choice.choice() for choice in choices]
-    return {**head.fields("chat.completion"), "choices": listed, "usage": usage.fields()}
+    return {**head.fields(), "choices": listed, "usage": usage.fields()}
 
 
-def completion_response(
-    head: ResponseHead, choices: Sequence[CompletionChoice], usage: Usage
-) -> dict[str, Any]:
-    """Return the `text_completion` object of finished choices."""
-    listed = [choice.choice() for choice in choices]
-    return {**head.fields("text_completion"), "choices": listed, "usage": usage.fields()}
-
-
-def chat_chunk(
+def chunk_object(
     head: ResponseHead, choices: Sequence[Mapping[str, Any]], usage: Usage | None = None
 ) -> dict[str, Any]:
-    """Return one streamed chunk of a chat; the one with `usage` comes last, without choices."""
-    return _chunk(head.fields("chat.completion.chunk"), choices, usage)
-
-
-def completion_chunk(
-    head: ResponseHead, choices: Sequence[Mapping[str, Any]], usage: Usage | None = None
-) -> dict[str, Any]:
-    """Return one streamed chunk of a completion; the one with `usage` comes last."""
-    return _chunk(head.fields("text_completion"), choices, usage)
-
-
-def _chunk(
-    fields: dict[str, Any], choices: Sequence[Mapping[str, Any]], usage: Usage | None
-) -> dict[str, Any]:
-    fields["choices"] = list(choices)
-    if usage is not None:
-        fields["usage"] = usage.fields()
-    return fields
+    """Return one streamed chunk; the one with `usage` comes last and has no choices."""
+    fields = {**head.fields(streamed=True), "choices": list(choices)}
+    return fields if usage is None else fields | {"usage": usage.fields()}
 
 
 def token_bytes(entry: Logprob) -> bytes:
