@@ -119,6 +119,10 @@ class Tokenizer:
         except OverflowError as error:
             raise RequestError(f"token id is {token_id}; {_ID_RANGE}") from error
 
+    def to_json(self) -> str:
+        """Return the tokenizer in the format of `tokenizer.json`."""
+        return self._backend.to_str()
+
     def token_to_id(self, token: str) -> int | None:
         """Return the id of one vocabulary entry, or None when there is no such entry."""
         return self._backend.token_to_id(token)
