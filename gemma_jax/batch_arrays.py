@@ -136,7 +136,10 @@ def prompt_chunk(
 
 
 def _counted(parts: Sequence[PromptPart], size: int, vocab_size: int) -> tuple[Any, Any]:
-    prompt_seen, output_counts = np.zeros((size, vocab_size), bool), np.zeros((size, vocab_size), np.int32)
+    prompt_seen, output_counts = (
+        np.zeros((size, vocab_size), bool),
+        np.zeros((size, vocab_size), np.int32),
+    )
     for i, part in enumerate(parts):
         if part.ends:
             prompt = part.completion.prompt_token_ids
@@ -155,7 +158,10 @@ def decode_rows(
 
 
 def page_tables(
-    full: Sequence[Sequence[int]], window: Sequence[Sequence[int]], size: int, widths: tuple[int, int]
+    full: Sequence[Sequence[int]],
+    window: Sequence[Sequence[int]],
+    size: int,
+    widths: tuple[int, int],
 ) -> PageTables:
     """The page tables of a call, padded to `size` rows of `widths` pages."""
     return PageTables(*(_table(t, size, n) for t, n in zip((full, window), widths, strict=True)))

@@ -24,8 +24,8 @@ from gemma_jax.model_source import resolve_model
 from gemma_jax.outputs import FinishReason, PositionLogprobs, RequestOutput
 from gemma_jax.runner import Runner
 from gemma_jax.sampling_params import MAX_LOGPROBS, SamplingParams
-from gemma_jax.sequence import position_logprobs
 from gemma_jax.score import score_tokens
+from gemma_jax.sequence import position_logprobs
 from gemma_jax.serve.collect import Collector
 from gemma_jax.serve.engine import Engine
 from gemma_jax.serve.request import CompletionDelta, EngineRequest

@@ -44,7 +44,7 @@ def score_tokens(
 
 
 def _chunk(token_ids: Sequence[int], start: int, size: int):
-    """The chunk of one row that begins at `start`, and the token that follows each of its tokens."""
+    """One row's chunk that begins at `start`, and the token that follows each of its tokens."""
     part = token_ids[start : start + size + 1]
     count = len(part) - 1
     ids, targets = np.zeros((2, 1, size), np.int32)

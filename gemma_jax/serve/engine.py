@@ -318,7 +318,7 @@ class Engine:
         return allowed
 
     def _state_for(self, penalties: bool) -> RowState:
-        """The row state, with counts of ids if they are needed; they are made at their first use."""
+        """The row state, with counts of ids where needed; they are made at their first use."""
         if not penalties:
             return RowState(
                 self._state.token, self._state.position, self._state.count, self._state.finished

@@ -1,5 +1,6 @@
 """The decode loop compiled for a GPU: one CUDA graph a step, few kernels, no copy of the cache."""
 
+import itertools
 import re
 
 import jax
@@ -21,6 +22,7 @@ from gemma_jax.testing.configs import named_config
 pytestmark = pytest.mark.aot
 
 LAYERS = 4
+SLOTS = 64
 KERNELS_OF_A_LAYER = 7
 OTHER_KERNELS = 30
 """Embedding, per-layer inputs, RoPE tables, head, sampling, loop."""
@@ -48,8 +50,12 @@ def shapes(rows):
         column(f), column(i), column(f), column(f), column(f), column(f), column(f), column(i),
         column(i), column(jnp.uint32, 2), column(i, 0), column(i, 0), column(f, 0),
     )  # fmt: skip
-    state = RowState(column(i), column(i), column(i), column(jnp.bool_))
-    return program, (leaves, cache, state, table, jax.ShapeDtypeStruct((), i))
+    state = RowState(*(jax.ShapeDtypeStruct((SLOTS,), d) for d in (i, i, i, jnp.bool_)))
+    size = layout.page_size
+    tables = runner.PageTables(
+        column(i, layout.full_slots // size), column(i, layout.window_slots // size)
+    )
+    return program, (leaves, cache, state, runner.DecodeRows(column(i), column(i)), tables, table)
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
@@ -68,10 +74,11 @@ def test_a_step_is_one_graph_of_few_kernels_and_copies_no_cache(rows, target, tm
     assert not cache & set(copied)
 
     (thunks,) = tmp_path.glob("*decode*thunk_sequence_after_thunk_passes.txt")
-    body = thunks.read_text().split("body:")[1].splitlines()
-    graphs = [line for line in body if "kCommandBuffer" in line]
-    kernels = [line for line in body if "kCustomKernel" in line or "kKernel" in line]
-    inside = [line for line in kernels if line.startswith(" " * 8)]
+    step = thunks.read_text().rsplit("body:", 1)[1].splitlines()
+    step = list(itertools.takewhile(lambda line: not line or line.startswith(" " * 8), step))
+    graphs = [line for line in step if "kCommandBuffer" in line]
+    kernels = [line for line in step if "kCustomKernel" in line or "kKernel" in line]
+    inside = [line for line in kernels if line.startswith(" " * 12)]
     assert len(graphs) == 1
     assert len(inside) == len(kernels) > KERNELS_OF_A_LAYER * LAYERS
     norms = 3 * LAYERS if rows > 2 else 0  # apart from three rows on

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gemma_jax.batch_arrays import prompt_chunk
 from gemma_jax.buckets import chunk_buckets, pick
 from gemma_jax.llm import LLM
-from gemma_jax.model.cache import CacheLayout
+from gemma_jax.model.cache import CacheLayout, init_cache
 from gemma_jax.model.context import PrefillContext
 from gemma_jax.outputs import CompletionOutput
-from gemma_jax.runner import Chunk, Program, make_program
+from gemma_jax.runner import Program, make_program
 from gemma_jax.sampling_params import SamplingParams
 
 MAX_TOKENS = 2048
@@ -40,23 +39,25 @@ def teacher_force(llm: LLM, sequences: Sequence[np.ndarray]) -> list[np.ndarray]
     program = make_program(llm.model_config, llm.runner.numerics, layout)
     logits: list[np.ndarray] = []
     for first in range(0, len(sequences), rows):
-        part = [sequence.tolist() for sequence in sequences[first : first + rows]]
-        chunk = prompt_chunk(part, range(len(part)), 0, length, rows, rows)
-        batch = np.asarray(
-            _forward(program, llm.runner.leaves, llm.runner.new_cache(layout), chunk)
-        )
-        logits += [batch[row, : len(ids)] for row, ids in enumerate(part)]
+        part = sequences[first : first + rows]
+        ids = np.zeros((rows, length), np.int32)
+        for row, sequence in enumerate(part):
+            ids[row, : len(sequence)] = sequence
+        lengths = np.array([*map(len, part)] + [0] * (rows - len(part)), np.int32)
+        batch = np.asarray(_forward(program, llm.runner.leaves, ids, lengths))
+        logits += [batch[row, : len(sequence)] for row, sequence in enumerate(part)]
     return logits
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(program: Program, leaves, cache, chunk: Chunk) -> jax.Array:
+def _forward(program: Program, leaves, ids: jax.Array, lengths: jax.Array) -> jax.Array:
     model, numerics = program.model(leaves), program.numerics
-    rows, length = chunk.ids.shape
+    rows, length = ids.shape
+    cache = init_cache(program.config, program.layout, numerics.jnp_dtype)
     context = PrefillContext(
         program.config, numerics, program.kernels, program.layout, cache,
-        chunk.start, chunk.lengths, length, False,
+        jnp.zeros_like(lengths), lengths, length, False,
     )  # fmt: skip
     every_row = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    hidden = model.prefill(chunk.ids, context, every_row, fast=False)
+    hidden = model.prefill(ids, context, every_row, fast=False)
     return model.logits(hidden, numerics).astype(jnp.float32)
