@@ -24,7 +24,9 @@ class Admission:
         self._spare: PageCount | None = None
 
     def reset(self) -> None:
-        """To be called when pages were given up, or promises may have changed otherwise."""
+        """Counts anew: to be called before each plan. In a plan only admissions change the count;
+        once one has preempted an entry it admits nobody.
+        """
         self._spare = None
 
     def has_pages(self, entry: Entry, hit: PrefixHit) -> bool:

@@ -30,7 +30,6 @@ class DecodePlanner:
             if victim is None:
                 return Drain()
             self._roster.preempt(victim)
-            self._admission.reset()
         return None
 
     def _steps(self, rows: list[Entry]) -> int:

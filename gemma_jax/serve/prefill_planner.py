@@ -132,7 +132,6 @@ class PrefillPlanner:
                 later = (e for i, e in self._roster.active.items() if i > entry.entry_id)
                 return None if any(e.pending for e in later) else False
             self._roster.preempt(victim)
-            self._admission.reset()
         return True
 
     def _take(self, candidate: _Candidate) -> bool:

@@ -331,6 +331,16 @@ def test_a_prompt_starts_only_when_its_pages_leave_room_for_running_rows():
     assert sim.scheduler.preemptions == 0
 
 
+def test_prompts_of_one_call_are_not_promised_the_same_pages():
+    sim = simulation(full=13, window=40)
+    for i in range(4):
+        sim.add(prompt(16, i), 8)  # 6 pages each
+    sim.step()
+    assert sim.scheduler.num_running == 2
+    sim.run()
+    assert sim.scheduler.preemptions == 0
+
+
 # ---- in and out -------------------------------------------------------------------------------
 
 
