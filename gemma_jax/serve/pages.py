@@ -80,6 +80,9 @@ class PageCount:
         return self.full <= other.full and self.window <= other.window
 
 
+NO_PAGES = PageCount()
+
+
 @dataclass(frozen=True)
 class PrefixHit:
     """Pages that already hold the first `num_tokens` of a sequence, not yet taken.
@@ -188,10 +191,11 @@ class KVPages:
         Release what no later query sees (`slide`) before, and stay below `ring_end`.
         """
         need = self.demand(pages, num_tokens)
+        if need is NO_PAGES:
+            return True
         if not need.within(self.available):
             return False
-        if need.full:
-            pages.version += 1
+        pages.version += 1
         for q in range(len(pages.full), len(pages.full) + need.full):
             pages.full.append(_taken(self.full))
             if self.sizes.window:
@@ -201,7 +205,9 @@ class KVPages:
 
     def demand(self, pages: SequencePages, num_tokens: int) -> PageCount:
         """Pages that `grow` would take."""
-        more = max(0, self._pages(num_tokens) - len(pages.full))
+        more = self._pages(num_tokens) - len(pages.full)
+        if more <= 0:
+            return NO_PAGES
         return PageCount(more, more if self.sizes.window else 0)
 
     def peak(self, num_tokens: int) -> PageCount:

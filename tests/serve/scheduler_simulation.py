@@ -168,7 +168,11 @@ class Simulation:
     def step(self) -> bool:
         """Plans a call, and reads one where the engine would; False if nothing happened."""
         decodable = self._decodable()
+        oldest = min((c.entry.entry_id for c in self._active()), default=None)
         plan = self.scheduler.schedule()
+        assert oldest is None or self._status(oldest) is not Status.WAITING, (
+            "the oldest was preempted"
+        )
         if isinstance(plan, PrefillPlan | DecodePlan):
             self._check_plan(plan, decodable)
             self.queued.append(self._row_calls(plan))
@@ -265,6 +269,9 @@ class Simulation:
     def _recent(self):
         return list(zip(self.plans, self._decodable_at_plan, strict=True))[-2:]
 
+    def _active(self) -> list[Completion]:
+        return [c for c in self.completions.values() if c.entry.pages is not None]
+
     def _decodable_or(self, taken: set[int]) -> set[int]:
         return taken | self._decodable()
 
@@ -288,7 +295,7 @@ class Simulation:
 
     def check(self) -> None:
         """Every page is free, cached or held as often as it says; slots are distinct."""
-        active = [c.entry for c in self.completions.values() if c.entry.pages is not None]
+        active = [c.entry for c in self._active()]
         held = [entry.pages for entry in active]
         full = Counter(page for pages in held for page in pages.full)
         window = Counter(page for pages in held for page in pages.window.values())
