@@ -1,0 +1,369 @@
+"""The routes of the server: HTTP requests to engine requests, deltas to responses."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from gemma_jax.errors import GemmaError
+from gemma_jax.outputs import Logprob
+from gemma_jax.serve.bodies import (
+    ChatRequest,
+    CompletionRequest,
+    chat_request,
+    completion_request,
+)
+from gemma_jax.serve.client import EngineClient, Generation, State
+from gemma_jax.serve.config import ServerConfig
+from gemma_jax.serve.http_parts import (
+    EventStream,
+    Gate,
+    error_response,
+    json_response,
+    on_disconnect,
+    read_body,
+)
+from gemma_jax.serve.metrics import CONTENT_TYPE, ServerMetrics
+from gemma_jax.serve.openapi import describe
+from gemma_jax.serve.protocol import (
+    DONE,
+    ApiError,
+    api_error,
+    detokenize_request,
+    event,
+    tokenize_request,
+)
+from gemma_jax.serve.request import CompletionDelta, EngineRequest
+from gemma_jax.serve.responses import (
+    ChatChoice,
+    CompletionChoice,
+    ResponseHead,
+    Usage,
+    chat_chunk,
+    chat_response,
+    completion_chunk,
+    completion_response,
+    token_text,
+)
+from gemma_jax.text_side import TextSide
+from gemma_jax.tokenizer import require_tokenizer
+from gemma_jax.version import __version__
+
+logger = logging.getLogger(__name__)
+
+LONG_TEXT = 20_000
+"""Texts from this many characters are tokenized beside the event loop."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the deltas of one HTTP request become its response.
+
+    Attributes:
+      requests: one a prompt, each of `n` completions.
+      choices: in order of prompt, then completion.
+      head: id, time and model of the response.
+      chunk: head, choices, usage → one streamed object.
+      whole: head, choices, usage → the object of an unstreamed response.
+      include_usage: whether a stream ends with its usage.
+    """
+
+    requests: list[EngineRequest]
+    choices: Sequence[ChatChoice | CompletionChoice]
+    head: ResponseHead
+    chunk: Callable[..., dict[str, Any]]
+    whole: Callable[..., dict[str, Any]]
+    include_usage: bool
+
+    def take(self, prompt: int, delta: CompletionDelta) -> list[dict[str, Any]]:
+        """Push a delta into its choice; the choices of the chunk to stream."""
+        n = self.requests[0].params.n
+        return self.choices[prompt * n + delta.index].push(delta)
+
+    def usage(self, generation: Generation) -> Usage:
+        """Tokens of the whole request; a prompt counts once, whatever its `n`."""
+        return Usage(
+            prompt_tokens=sum(len(r.prompt_token_ids) for r in self.requests),
+            completion_tokens=sum(choice.num_tokens for choice in self.choices),
+            cached_tokens=sum(generation.cached_tokens.values()),
+        )
+
+
+class Api:
+    """What the routes do, on one model and one engine."""
+
+    def __init__(
+        self, config: ServerConfig, text_side: TextSide, client: EngineClient,
+        metrics: ServerMetrics,
+    ):  # fmt: skip
+        self.config, self.client, self.metrics = config, client, metrics
+        self._text_side = text_side
+        self._started = int(time.time())
+        tokenizer = text_side.tokenizer
+        ids = () if tokenizer is None else tokenizer.special_ids
+        texts = (tokenizer.id_to_token(token_id) for token_id in ids) if tokenizer else ()
+        self._special_tokens = frozenset(text for text in texts if text)
+
+    # --- state -----------------------------------------------------------------------------------
+
+    async def page(self, request: Request) -> Response:
+        """The chat page."""
+        text = (resources.files("gemma_jax.serve") / "static" / "chat.html").read_text("utf-8")
+        policy = "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+        headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"}
+        return Response(text, headers=headers, media_type="text/html")
+
+    async def health(self, request: Request) -> Response:
+        """200 when requests are taken, 503 with the reason otherwise."""
+        state = self.client.state
+        ready = state is State.READY
+        return json_response({"status": state.value}, 200 if ready else 503)
+
+    async def version(self, request: Request) -> Response:
+        """The version of this package."""
+        return json_response({"version": __version__})
+
+    async def render_metrics(self, request: Request) -> Response:
+        """Metrics in Prometheus' text format."""
+        return Response(self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def models(self, request: Request) -> Response:
+        """The names that this model answers to."""
+        models = [self._model(name) for name in self.config.model_names]
+        return json_response({"object": "list", "data": models})
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        name = request.path_params["name"]
+        self._check_model(name)
+        return json_response(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "gemma-jax",
+            "root": self.config.model,
+            "parent": None,
+            "max_model_len": self._text_side.max_model_len,
+        }
+
+    # --- tokens ----------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        """Ids of a text or of a chat's prompt."""
+        body = tokenize_request(await read_body(request, self.config.max_body_bytes))
+        self._check_model(body.model)
+        tokenizer = require_tokenizer(self._text_side.tokenizer, "prompt")
+        if body.prompt is None:
+            text = self._text_side.chat_prompt(
+                body.messages, body.tools, body.thinking, body.add_generation_prompt
+            )
+            ids = await self._beside(text, tokenizer.encode, text)
+        else:
+            ids = await self._beside(
+                body.prompt, tokenizer.encode, body.prompt, body.add_special_tokens
+            )
+        answer = {
+            "count": len(ids),
+            "max_model_len": self._text_side.max_model_len,
+            "tokens": ids,
+        }
+        if body.with_texts:
+            answer["token_strs"] = [
+                token_text(Logprob(0.0, decoded_token=tokenizer.id_to_token(i))) for i in ids
+            ]
+        return json_response(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of ids, special tokens included."""
+        name, tokens = detokenize_request(await read_body(request, self.config.max_body_bytes))
+        self._check_model(name)
+        tokenizer = require_tokenizer(self._text_side.tokenizer, "tokens")
+        try:
+            ids = self._text_side.check_ids(tokens) if tokens else []
+        except GemmaError as error:
+            message = str(error).replace("prompt_token_ids", "tokens")
+            raise api_error(type(error)(message), "tokens") from error
+        return json_response({"prompt": tokenizer.decode(ids, skip_special_tokens=False)})
+
+    # --- generating ------------------------------------------------------------------------------
+
+    async def chat_completions(self, request: Request) -> Response:
+        """The model's turn of a conversation."""
+        self.client.check_ready()
+        body = await read_body(request, self.config.max_body_bytes)
+        asked = chat_request(body, self._text_side.defaults)
+        head = self._head("chatcmpl-", asked.model)
+        try:
+            text = self._text_side.chat_prompt(asked.messages, asked.tools, asked.thinking)
+            requests = [await self._engine_request(text, asked, f"{head.id}-0")]
+        except GemmaError as error:
+            raise api_error(error, "messages") from error
+        choices = [
+            ChatChoice(asked, index, self._special_tokens) for index in range(asked.params.n)
+        ]
+        plan = Plan(requests, choices, head, chat_chunk, chat_response, asked.include_usage)
+        return await self._respond(request, plan, asked.stream)
+
+    async def completions(self, request: Request) -> Response:
+        """The continuation of one prompt or of several."""
+        self.client.check_ready()
+        body = await read_body(request, self.config.max_body_bytes)
+        asked = completion_request(body, self._text_side.defaults)
+        head = self._head("cmpl-", asked.model)
+        try:
+            requests = [
+                await self._engine_request(prompt, asked, f"{head.id}-{index}")
+                for index, prompt in enumerate(asked.prompts)
+            ]
+        except GemmaError as error:
+            raise api_error(error, "prompt") from error
+        n = asked.params.n
+        choices = [
+            CompletionChoice(asked, number * n + index, self._echo(asked, number))
+            for number in range(len(requests))
+            for index in range(n)
+        ]
+        usage = asked.include_usage
+        plan = Plan(requests, choices, head, completion_chunk, completion_response, usage)
+        return await self._respond(request, plan, asked.stream)
+
+    def _head(self, prefix: str, model: str | None) -> ResponseHead:
+        self._check_model(model)
+        name = model or self.config.model_names[0]
+        return ResponseHead(prefix + uuid.uuid4().hex, int(time.time()), name)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.config.model_names:
+            raise ApiError(
+                404,
+                f"model {name!r} does not exist; this server has"
+                f" {', '.join(self.config.model_names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _engine_request(
+        self, prompt: str | list[int], asked: ChatRequest | CompletionRequest, request_id: str
+    ) -> EngineRequest:
+        make = self._text_side.make_request
+        return await self._beside(prompt, make, prompt, asked.params, request_id, asked.grammar)
+
+    async def _beside[T](self, text: Any, work: Callable[..., T], *args: Any) -> T:
+        """`work(*args)`, in a thread when `text` is long: other requests go on meanwhile."""
+        if len(text) < LONG_TEXT:
+            return work(*args)
+        return await asyncio.to_thread(work, *args)
+
+    def _echo(self, asked: CompletionRequest, number: int) -> str:
+        prompt = asked.prompts[number]
+        if isinstance(prompt, str) or not asked.echo:
+            return prompt if isinstance(prompt, str) else ""
+        return require_tokenizer(self._text_side.tokenizer, "echo").decode(prompt)
+
+    async def _respond(self, request: Request, plan: Plan, stream: bool) -> Response:
+        headers = {"X-Request-Id": plan.head.id}
+        generation = self.client.submit(plan.requests)
+        with ExitStack() as on_exit:
+            on_exit.callback(generation.abort)
+            async with on_disconnect(request.receive, generation.abort):
+                await generation.accepted()
+                if not stream:
+                    async for deltas in generation:
+                        for prompt, delta in deltas:
+                            plan.take(prompt, delta)
+                    whole = plan.whole(plan.head, plan.choices, plan.usage(generation))
+                    return json_response(whole, headers=headers)
+            on_exit.pop_all()  # the stream aborts it from now on
+        return EventStream(_events(plan, generation), generation.abort, headers)
+
+
+async def _events(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:
+    """The events of a stream; those of one device call go out together."""
+    extra = {"usage": None} if plan.include_usage else {}
+    try:
+        async for deltas in generation:
+            data = [
+                event(plan.chunk(plan.head, choices) | extra)
+                for prompt, delta in deltas
+                if (choices := plan.take(prompt, delta))
+            ]
+            if data:
+                yield b"".join(data)
+    except (GemmaError, TimeoutError) as error:
+        yield event(api_error(error).body())
+        return
+    except Exception as error:
+        logger.exception("a stream failed")
+        yield event(api_error(error).body())
+        return
+    if plan.include_usage:
+        yield event(plan.chunk(plan.head, [], plan.usage(generation)))
+    yield DONE
+
+
+def create_app(
+    config: ServerConfig, text_side: TextSide, client: EngineClient, metrics: ServerMetrics
+) -> FastAPI:
+    """The ASGI application; its lifespan is that of the engine's process."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        client.start()
+        yield
+        await client.stop()
+
+    # The interactive documentation would load scripts from elsewhere.
+    app = FastAPI(
+        title="gemma-jax", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan
+    )
+    api = Api(config, text_side, client, metrics)
+    routes = [
+        ("GET", "/", api.page),
+        ("GET", "/health", api.health),
+        ("GET", "/version", api.version),
+        ("GET", "/metrics", api.render_metrics),
+        ("GET", "/v1/models", api.models),
+        ("GET", "/v1/models/{name:path}", api.model),
+        ("POST", "/v1/chat/completions", api.chat_completions),
+        ("POST", "/v1/completions", api.completions),
+        ("POST", "/tokenize", api.tokenize),
+        ("POST", "/detokenize", api.detokenize),
+    ]
+    for method, path, handler in routes:
+        app.add_api_route(path, handler, methods=[method], **describe(path))
+    app.add_exception_handler(Exception, _on_error)
+    for kind in (GemmaError, ApiError, TimeoutError, HTTPException):
+        app.add_exception_handler(kind, _on_error)
+    app.add_middleware(
+        Gate, api_keys=config.api_keys, metrics=metrics, paths=[path for _, path, _ in routes]
+    )
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        kind = "not_found" if error.status_code == 404 else None
+        return error_response(
+            ApiError(error.status_code, error.detail, code=kind, headers=error.headers)
+        )
+    return error_response(api_error(error))
