@@ -38,6 +38,7 @@ from gemma_jax.serve.openapi import describe
 from gemma_jax.serve.protocol import (
     DONE,
     ApiError,
+    TokenizeRequest,
     api_error,
     detokenize_request,
     event,
@@ -166,15 +167,13 @@ class Api:
         body = tokenize_request(await read_body(request, self.config.max_body_bytes))
         self._check_model(body.model)
         tokenizer = require_tokenizer(self._text_side.tokenizer, "prompt")
-        if body.prompt is None:
-            text = self._text_side.chat_prompt(
-                body.messages, body.tools, body.thinking, body.add_generation_prompt
-            )
-            ids = await self._beside(text, tokenizer.encode, text)
-        else:
-            ids = await self._beside(
-                body.prompt, tokenizer.encode, body.prompt, body.add_special_tokens
-            )
+        try:
+            text, with_bos = body.prompt, body.add_special_tokens
+            if text is None:
+                text, with_bos = self._conversation(body), True
+            ids = await self._beside(text, tokenizer.encode, text, with_bos)
+        except GemmaError as error:
+            raise api_error(error, "messages" if body.prompt is None else "prompt") from error
         answer = {
             "count": len(ids),
             "max_model_len": self._text_side.max_model_len,
@@ -185,6 +184,11 @@ class Api:
                 token_text(Logprob(0.0, decoded_token=tokenizer.id_to_token(i))) for i in ids
             ]
         return json_response(answer)
+
+    def _conversation(self, body: TokenizeRequest) -> str:
+        return self._text_side.chat_prompt(
+            body.messages, body.tools, body.thinking, body.add_generation_prompt
+        )
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids, special tokens included."""

@@ -20,11 +20,10 @@ import uvicorn
 from prometheus_client import disable_created_metrics
 
 from gemma_jax.errors import ConfigError
-from gemma_jax.sampling_params import SamplingParams
 from gemma_jax.serve.api_server import create_app
 from gemma_jax.serve.client import EngineClient
 from gemma_jax.serve.config import ServerConfig
-from gemma_jax.serve.engine_process import EngineFactory, LoadedEngine
+from gemma_jax.serve.engine_process import EngineFactory, load_engine
 from gemma_jax.serve.metrics import ServerMetrics
 from gemma_jax.text_side import TextSide
 
@@ -34,18 +33,6 @@ BACKLOG = 4096
 """Connections that may wait to be accepted; the kernel may allow fewer."""
 _GRACE = 5.0
 """Seconds beyond `drain_timeout` in which errors can still be written."""
-
-
-def load_engine(settings: Mapping[str, Any]) -> LoadedEngine:
-    """The engine of an `LLM` made with `settings`, warm; called in the engine's process."""
-    from gemma_jax.llm import LLM
-
-    llm = LLM(**settings)
-    request = llm.make_request([0, 0], SamplingParams(max_tokens=2, ignore_eos=True), "warm-up")
-    llm.engine.add(request)
-    while llm.engine.has_work:
-        llm.engine.step()
-    return LoadedEngine(llm.engine, llm.max_num_seqs)
 
 
 def serve_model(config: ServerConfig, settings: Mapping[str, Any]) -> None:
@@ -129,9 +116,7 @@ class _Server(uvicorn.Server):
         print(f"gemma-jax: {name}, finishing what runs", file=sys.stderr, flush=True)
         self._client.drain()
         self.should_exit = True
-        reason = (
-            f"the server was stopped, and the request took longer than {self._drain_timeout:g} s"
-        )
+        reason = f"the server is stopping, and waits no longer than {self._drain_timeout:g} s"
         loop = asyncio.get_running_loop()
         loop.call_later(self._drain_timeout, self._client.fail_all, reason)
 

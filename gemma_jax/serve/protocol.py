@@ -13,6 +13,7 @@ from gemma_jax.errors import (
     CapacityError,
     ContextLengthError,
     EngineError,
+    GemmaError,
     RequestError,
     UnsupportedError,
 )
@@ -65,11 +66,11 @@ def api_error(error: Exception, field: str | None = None) -> ApiError:
         case ContextLengthError():
             return ApiError(400, message, param=field, code="context_length_exceeded")
         case RequestError():
-            param = field_of(error) or field
+            param = _param(error) or field
             code = "unknown_parameter" if _is_unknown(message) else "invalid_value"
             return ApiError(400, message, param=param, code=code)
         case UnsupportedError():
-            param = field_of(error) or field
+            param = _param(error) or field
             return ApiError(400, message, param=param, code="unsupported_value")
         case CapacityError():
             return ApiError(429, message, "rate_limit_error", None, "rate_limit_exceeded", retry)
@@ -79,6 +80,13 @@ def api_error(error: Exception, field: str | None = None) -> ApiError:
             return ApiError(504, message, "server_error", None, "timeout")
         case _:
             return ApiError(500, "internal error; the server's log has it", "server_error")
+
+
+def _param(error: GemmaError) -> str | None:
+    """The field that the message begins with."""
+    first = str(error).partition(" ")[0]
+    known = first in _TOKENIZE_FIELDS or first in _DETOKENIZE_FIELDS
+    return first if known else field_of(error)
 
 
 def _is_unknown(message: str) -> bool:

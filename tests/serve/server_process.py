@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 
-import httpx
-
 START_SECONDS = 30
+KEY = "secret-key"
 
 
 class ServerProcess:
@@ -42,8 +42,8 @@ class ServerProcess:
         return found and found[1]
 
     def _is_ready(self):
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(self.url + "/health").status_code == 200
+        with contextlib.suppress(OSError), urllib.request.urlopen(self.url + "/health") as answer:
+            return answer.status == 200
 
     def terminate(self, seconds=20):
         """Send SIGTERM; return the exit code."""
@@ -95,7 +95,9 @@ def wait_for(condition, server=None, seconds=START_SECONDS):
     if server is None:
         raise AssertionError(f"did not happen within {seconds} s")
     server.kill()
-    raise AssertionError(f"the server did not start:\n{server.errors()}")
+    errors = server.errors()
+    server.__exit__()
+    raise AssertionError(f"the server did not start:\n{errors}")
 
 
 def is_alive(pid):
