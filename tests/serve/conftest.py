@@ -9,6 +9,10 @@ import server_process
 from server_process import KEY
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "browser: needs Chromium (skipped without it)")
+
+
 @pytest.fixture(scope="session")
 def server():
     """A ready server that asks for a key, runs 4 completions and queues 8."""

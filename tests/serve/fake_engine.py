@@ -53,6 +53,7 @@ class FakeEngine:
 
     def add(self, request):
         prompt = self._tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        prompt = prompt.rsplit("<|turn>user", 1)[-1]
         if "REFUSE" in prompt:
             raise CapacityError("the prompt needs more pages than there are")
         if "BUG" in prompt:
