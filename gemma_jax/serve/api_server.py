@@ -3,10 +3,8 @@
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
@@ -16,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from gemma_jax.errors import GemmaError
+from gemma_jax.generation_config import GenerationDefaults
 from gemma_jax.outputs import Logprob
 from gemma_jax.serve.bodies import (
     ChatRequest,
@@ -25,6 +24,7 @@ from gemma_jax.serve.bodies import (
 )
 from gemma_jax.serve.client import EngineClient, Generation, State
 from gemma_jax.serve.config import ServerConfig
+from gemma_jax.serve.exchange import Exchange
 from gemma_jax.serve.http_parts import (
     EventStream,
     Gate,
@@ -44,18 +44,7 @@ from gemma_jax.serve.protocol import (
     event,
     tokenize_request,
 )
-from gemma_jax.serve.request import CompletionDelta, EngineRequest
-from gemma_jax.serve.responses import (
-    ChatChoice,
-    CompletionChoice,
-    ResponseHead,
-    Usage,
-    chat_chunk,
-    chat_response,
-    completion_chunk,
-    completion_response,
-    token_text,
-)
+from gemma_jax.serve.responses import token_text
 from gemma_jax.text_side import TextSide
 from gemma_jax.tokenizer import require_tokenizer
 from gemma_jax.version import __version__
@@ -63,41 +52,7 @@ from gemma_jax.version import __version__
 logger = logging.getLogger(__name__)
 
 LONG_TEXT = 20_000
-"""Texts from this many characters are tokenized beside the event loop."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How the deltas of one HTTP request become its response.
-
-    Attributes:
-      requests: one a prompt, each of `n` completions.
-      choices: in order of prompt, then completion.
-      head: id, time and model of the response.
-      chunk: head, choices, usage → one streamed object.
-      whole: head, choices, usage → the object of an unstreamed response.
-      include_usage: whether a stream ends with its usage.
-    """
-
-    requests: list[EngineRequest]
-    choices: Sequence[ChatChoice | CompletionChoice]
-    head: ResponseHead
-    chunk: Callable[..., dict[str, Any]]
-    whole: Callable[..., dict[str, Any]]
-    include_usage: bool
-
-    def take(self, prompt: int, delta: CompletionDelta) -> list[dict[str, Any]]:
-        """Push a delta into its choice; the choices of the chunk to stream."""
-        n = self.requests[0].params.n
-        return self.choices[prompt * n + delta.index].push(delta)
-
-    def usage(self, generation: Generation) -> Usage:
-        """Tokens of the whole request; a prompt counts once, whatever its `n`."""
-        return Usage(
-            prompt_tokens=sum(len(r.prompt_token_ids) for r in self.requests),
-            completion_tokens=sum(choice.num_tokens for choice in self.choices),
-            cached_tokens=sum(generation.cached_tokens.values()),
-        )
+"""Texts from this many characters, or bytes of a body, are worked on beside the event loop."""
 
 
 class Api:
@@ -110,10 +65,6 @@ class Api:
         self.config, self.client, self.metrics = config, client, metrics
         self._text_side = text_side
         self._started = int(time.time())
-        tokenizer = text_side.tokenizer
-        ids = () if tokenizer is None else tokenizer.special_ids
-        texts = (tokenizer.id_to_token(token_id) for token_id in ids) if tokenizer else ()
-        self._special_tokens = frozenset(text for text in texts if text)
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -171,7 +122,7 @@ class Api:
             text, with_bos = body.prompt, body.add_special_tokens
             if text is None:
                 text, with_bos = self._conversation(body), True
-            ids = await self._beside(text, tokenizer.encode, text, with_bos)
+            ids = await self._beside(len(text), tokenizer.encode, text, with_bos)
         except GemmaError as error:
             raise api_error(error, "messages" if body.prompt is None else "prompt") from error
         answer = {
@@ -206,48 +157,45 @@ class Api:
 
     async def chat_completions(self, request: Request) -> Response:
         """The model's turn of a conversation."""
-        self.client.check_ready()
-        body = await read_body(request, self.config.max_body_bytes)
-        asked = chat_request(body, self._text_side.defaults)
-        head = self._head("chatcmpl-", asked.model)
-        try:
-            text = self._text_side.chat_prompt(asked.messages, asked.tools, asked.thinking)
-            requests = [await self._engine_request(text, asked, f"{head.id}-0")]
-        except GemmaError as error:
-            raise api_error(error, "messages") from error
-        choices = [
-            ChatChoice(asked, index, self._special_tokens) for index in range(asked.params.n)
-        ]
-        plan = Plan(requests, choices, head, chat_chunk, chat_response, asked.include_usage)
-        return await self._respond(request, plan, asked.stream)
+        return await self._generate(request, chat_request, "messages")
 
     async def completions(self, request: Request) -> Response:
         """The continuation of one prompt or of several."""
+        return await self._generate(request, completion_request, "prompt")
+
+    async def _generate(
+        self,
+        request: Request,
+        read: Callable[[Any, GenerationDefaults], ChatRequest | CompletionRequest],
+        text_field: str,
+    ) -> Response:
         self.client.check_ready()
         body = await read_body(request, self.config.max_body_bytes)
-        asked = completion_request(body, self._text_side.defaults)
-        head = self._head("cmpl-", asked.model)
+        size = int(request.headers.get("content-length", LONG_TEXT))
         try:
-            requests = [
-                await self._engine_request(prompt, asked, f"{head.id}-{index}")
-                for index, prompt in enumerate(asked.prompts)
-            ]
+            exchange = await self._beside(size, self._exchange, read, body)
         except GemmaError as error:
-            raise api_error(error, "prompt") from error
-        n = asked.params.n
-        choices = [
-            CompletionChoice(asked, number * n + index, self._echo(asked, number))
-            for number in range(len(requests))
-            for index in range(n)
-        ]
-        usage = asked.include_usage
-        plan = Plan(requests, choices, head, completion_chunk, completion_response, usage)
-        return await self._respond(request, plan, asked.stream)
+            raise api_error(error, text_field) from error
+        headers = {"X-Request-Id": exchange.head.id}
+        generation = self.client.submit(exchange.requests)
+        with ExitStack() as on_exit:
+            on_exit.callback(generation.abort)
+            async with on_disconnect(request.receive, generation.abort):
+                await generation.accepted()
+                if not exchange.request.stream:
+                    async for deltas in generation:
+                        for delta in deltas:
+                            exchange.push(delta)
+                    return json_response(exchange.response(), headers=headers)
+            on_exit.pop_all()  # the stream aborts it from now on
+        return EventStream(_events(exchange, generation), generation.abort, headers)
 
-    def _head(self, prefix: str, model: str | None) -> ResponseHead:
-        self._check_model(model)
-        name = model or self.config.model_names[0]
-        return ResponseHead(prefix + uuid.uuid4().hex, int(time.time()), name)
+    def _exchange(
+        self, read: Callable[[Any, GenerationDefaults], ChatRequest | CompletionRequest], body: Any
+    ) -> Exchange:
+        asked = read(body, self._text_side.defaults)
+        self._check_model(asked.model)
+        return Exchange(asked, self._text_side, asked.model or self.config.model_names[0])
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.config.model_names:
@@ -259,62 +207,28 @@ class Api:
                 code="model_not_found",
             )
 
-    async def _engine_request(
-        self, prompt: str | list[int], asked: ChatRequest | CompletionRequest, request_id: str
-    ) -> EngineRequest:
-        make = self._text_side.make_request
-        return await self._beside(prompt, make, prompt, asked.params, request_id, asked.grammar)
-
-    async def _beside[T](self, text: Any, work: Callable[..., T], *args: Any) -> T:
-        """`work(*args)`, in a thread when `text` is long: other requests go on meanwhile."""
-        if len(text) < LONG_TEXT:
+    async def _beside[T](self, size: int, work: Callable[..., T], *args: Any) -> T:
+        """`work(*args)`, in a thread when its input is long: other requests go on meanwhile."""
+        if size < LONG_TEXT:
             return work(*args)
         return await asyncio.to_thread(work, *args)
 
-    def _echo(self, asked: CompletionRequest, number: int) -> str:
-        prompt = asked.prompts[number]
-        if isinstance(prompt, str) or not asked.echo:
-            return prompt if isinstance(prompt, str) else ""
-        return require_tokenizer(self._text_side.tokenizer, "echo").decode(prompt)
 
-    async def _respond(self, request: Request, plan: Plan, stream: bool) -> Response:
-        headers = {"X-Request-Id": plan.head.id}
-        generation = self.client.submit(plan.requests)
-        with ExitStack() as on_exit:
-            on_exit.callback(generation.abort)
-            async with on_disconnect(request.receive, generation.abort):
-                await generation.accepted()
-                if not stream:
-                    async for deltas in generation:
-                        for prompt, delta in deltas:
-                            plan.take(prompt, delta)
-                    whole = plan.whole(plan.head, plan.choices, plan.usage(generation))
-                    return json_response(whole, headers=headers)
-            on_exit.pop_all()  # the stream aborts it from now on
-        return EventStream(_events(plan, generation), generation.abort, headers)
-
-
-async def _events(plan: Plan, generation: Generation) -> AsyncIterator[bytes]:
+async def _events(exchange: Exchange, generation: Generation) -> AsyncIterator[bytes]:
     """The events of a stream; those of one device call go out together."""
-    extra = {"usage": None} if plan.include_usage else {}
+    extra = {"usage": None} if exchange.request.include_usage else {}
     try:
         async for deltas in generation:
-            data = [
-                event(plan.chunk(plan.head, choices) | extra)
-                for prompt, delta in deltas
-                if (choices := plan.take(prompt, delta))
-            ]
-            if data:
-                yield b"".join(data)
-    except (GemmaError, TimeoutError) as error:
-        yield event(api_error(error).body())
-        return
+            chunks = [chunk for delta in deltas if (chunk := exchange.push(delta))]
+            if chunks:
+                yield b"".join(event(chunk | extra) for chunk in chunks)
     except Exception as error:
-        logger.exception("a stream failed")
+        if not isinstance(error, GemmaError | TimeoutError):
+            logger.exception("a stream failed")
         yield event(api_error(error).body())
         return
-    if plan.include_usage:
-        yield event(plan.chunk(plan.head, [], plan.usage(generation)))
+    if exchange.request.include_usage:
+        yield event(exchange.usage_chunk())
     yield DONE
 
 

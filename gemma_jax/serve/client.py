@@ -58,10 +58,9 @@ class Generation:
         self._prompts = {r.request_id: i for i, r in enumerate(requests)}
         self._unaccepted = set(self._prompts)
         self._left = {r.request_id: r.params.n for r in requests}
-        self._deltas: list[tuple[int, CompletionDelta]] = []
+        self._deltas: list[CompletionDelta] = []
         self._error: Exception | None = None
         self._news = asyncio.Event()
-        self.cached_tokens = dict.fromkeys(range(len(requests)), 0)
         self.timings = client.metrics.new_request(requests)
 
     @property
@@ -80,8 +79,8 @@ class Generation:
         if self._error is not None:
             raise self._error
 
-    async def __aiter__(self) -> AsyncIterator[list[tuple[int, CompletionDelta]]]:
-        """Yield what has arrived, as (number of the prompt, delta), until all have ended.
+    async def __aiter__(self) -> AsyncIterator[list[CompletionDelta]]:
+        """Yield the deltas that have arrived, until all completions have ended.
 
         Raises:
           EngineError: the engine failed.
@@ -126,7 +125,6 @@ class Generation:
     def on_delta(self, delta: CompletionDelta) -> None:
         prompt = self._prompts[delta.request_id]
         self.timings.on_tokens((prompt, delta.index), len(delta.token_ids))
-        self.cached_tokens[prompt] = max(self.cached_tokens[prompt], delta.num_cached_tokens)
         if delta.finish_reason == "error":
             logger.warning("the engine gave up %s: %s", delta.request_id, delta.error)
             self.fail(EngineError(delta.error or "the engine gave up this completion"))
@@ -134,7 +132,7 @@ class Generation:
         if delta.finish_reason is not None:
             self._left[delta.request_id] -= 1
             self.timings.on_finish((prompt, delta.index), delta.finish_reason)
-        self._deltas.append((prompt, delta))
+        self._deltas.append(delta)
         self._news.set()
 
 
