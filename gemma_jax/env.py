@@ -22,12 +22,14 @@ class Variable[T]:
       default: what an unset variable means, in words.
       help: what it does, in one line.
       parse: text -> value; None stands for unset. Raises ValueError with what is allowed.
+      is_secret: whether reports must not show its value.
     """
 
     name: str
     default: str
     help: str
     parse: Callable[[str | None], T]
+    is_secret: bool = False
 
     def read(self) -> T:
         """Return the parsed value of this variable now.
@@ -75,7 +77,15 @@ LOG_LEVEL = Variable(
     parse=_parse_log_level,
 )
 
-VARIABLES: Mapping[str, Variable] = {v.name: v for v in (CACHE_DIR, LOG_LEVEL)}
+API_KEY = Variable(
+    name="GEMMA_JAX_API_KEY",
+    default="none",
+    help="bearer token that `gemma-jax serve` asks for when --api-key is not given",
+    parse=lambda value: value or None,
+    is_secret=True,
+)
+
+VARIABLES: Mapping[str, Variable] = {v.name: v for v in (CACHE_DIR, LOG_LEVEL, API_KEY)}
 
 
 def unknown_variables() -> list[str]:

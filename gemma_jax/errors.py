@@ -23,3 +23,11 @@ class UnsupportedError(GemmaError, NotImplementedError):
 
 class CapacityError(GemmaError, RuntimeError):
     """There is no room for the request now; the caller may retry later."""
+
+
+class ContextLengthError(RequestError):
+    """The prompt is longer than the context; a shorter one, or a longer context, would run."""
+
+
+class EngineError(GemmaError, RuntimeError):
+    """The engine failed or has ended, and the request with it (HTTP 5xx)."""

@@ -14,7 +14,7 @@ from gemma_jax.buckets import ID_LIST_BUCKETS
 from gemma_jax.chat_template import load_chat_template, render_chat
 from gemma_jax.checkpoint.side_files import checkpoint_folder, load_config
 from gemma_jax.config import ModelConfig
-from gemma_jax.errors import ConfigError, RequestError, UnsupportedError
+from gemma_jax.errors import ConfigError, ContextLengthError, RequestError, UnsupportedError
 from gemma_jax.generation_config import GenerationDefaults
 from gemma_jax.model_source import resolve_model
 from gemma_jax.sampling_params import SamplingParams
@@ -163,13 +163,14 @@ class TextSide:
 
         Raises:
           RequestError: the prompt, or its parameters with this model, cannot run.
+          ContextLengthError: the prompt fills the context.
           UnsupportedError: as for `tokenize`.
         """
         ids = self.tokenize(prompt)
         params.check_vocab(self.config.vocab_size)
         room = self.max_model_len - len(ids)
         if room < 1:
-            raise RequestError(
+            raise ContextLengthError(
                 f"prompt: {len(ids)} tokens leave no room in a context of {self.max_model_len};"
                 " shorten it or raise max_model_len"
             )

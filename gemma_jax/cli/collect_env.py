@@ -80,7 +80,8 @@ def _cache() -> dict[str, Any]:
 def _environment() -> dict[str, str]:
     ours = [name for name in os.environ if name.startswith(env.PREFIX)]
     names = sorted({*ours, *OTHER_VARIABLES} & set(os.environ))
-    return {name: os.environ[name] for name in names}
+    secret = {name for name, variable in env.VARIABLES.items() if variable.is_secret}
+    return {name: "(set)" if name in secret else os.environ[name] for name in names}
 
 
 def _as_text(report: dict[str, dict[str, Any]]) -> str:

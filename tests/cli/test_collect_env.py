@@ -12,6 +12,7 @@ pytestmark = pytest.mark.fast
 def test_report_has_versions_devices_cache_and_variables(capsys, monkeypatch):
     monkeypatch.setenv("GEMMA_JAX_LOG_LEVEL", "error")
     monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("GEMMA_JAX_API_KEY", "secret")
     assert cli.main(["collect-env", "--json"]) == 0
     out = capsys.readouterr().out
     report = json.loads(out)
