@@ -31,6 +31,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "generate": Command("gemma_jax.cli.generate", "continue one prompt, several, or a JSONL file"),
     "chat": Command("gemma_jax.cli.chat", "chat in the terminal"),
+    "run-batch": Command("gemma_jax.cli.run_batch", "run a file of requests, offline"),
     "convert": Command("gemma_jax.checkpoint.cli", "convert and verify checkpoints"),
     "bench": Command("gemma_jax.benchmarks.cli", "measure latency and throughput"),
     "collect-env": Command("gemma_jax.cli.collect_env", "print what a bug report needs"),
