@@ -1,5 +1,6 @@
 """An engine without a model: it replays texts, with the interface of the real one."""
 
+import collections
 import itertools
 import time
 
@@ -26,7 +27,7 @@ class ReplayEngine:
     def __init__(self, text, reply=None, *, running=4, queue=10**9, tokens=4, delay=0.0):
         self.text, self.reply = text, reply or self.echo
         self.running, self.queue, self.tokens, self.delay = running, queue, tokens, delay
-        self.requests = []
+        self.requests = collections.deque(maxlen=1000)  # the last ones that were added
         self.aborted = []
         self.most_completions = 0
         self._live = {}
