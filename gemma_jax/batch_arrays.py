@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gemma_jax.buckets import ID_LIST_BUCKETS, pick
+from gemma_jax.buckets import pick
+from gemma_jax.errors import RequestError
 from gemma_jax.runner import Chunk
 from gemma_jax.sampling import NO_ID, RowState, SamplingStatics, SamplingTable
 from gemma_jax.sequence import Sequence as Completion
@@ -16,6 +17,7 @@ from gemma_jax.sequence import Sequence as Completion
 CANDIDATE_BUCKETS = (64, 256, 1024)
 """Largest top_k served by a partial sort; anything larger sorts the vocabulary."""
 LOGPROB_BUCKETS = (0, 1, 5, 20)
+ID_LIST_BUCKETS = (4, 16, 64, 256, 1024)
 # Larger values of a request mean the same as these, which the arrays can hold.
 _MAX_INT32 = int(np.iinfo(np.int32).max)
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -82,6 +84,17 @@ def _biases(sequence: Completion, suppressed: Sequence[int]) -> list[tuple[int, 
     bias = dict(sequence.params.logit_bias or {})
     bias |= dict.fromkeys(suppressed, -np.inf)
     return list(bias.items())
+
+
+def check_id_lists(sequence: Completion, suppressed: Sequence[int]) -> None:
+    """Raises RequestError when a request names more ids than the programs take."""
+    lists = {
+        "stop_token_ids (with EOS ids)": sequence.stop_ids,
+        "logit_bias (with suppressed ids)": _biases(sequence, suppressed),
+    }
+    for name, ids in lists.items():
+        if len(ids) > ID_LIST_BUCKETS[-1]:
+            raise RequestError(f"{name}: {len(ids)} ids; at most {ID_LIST_BUCKETS[-1]} are allowed")
 
 
 def _id_lists(lists: Sequence[Sequence[float]], rows: int, fill: float, dtype: Any) -> Any:
