@@ -43,7 +43,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="name of the model in bodies and responses (default: --model)",
     )
-    options.add_sampling_flags(parser, None)
+    options.add_sampling_flags(
+        parser,
+        None,
+        "16 for a completion, 256 for a plain prompt, the rest of the context for a chat",
+    )
     return parser
 
 
