@@ -371,3 +371,34 @@ def test_memory_does_not_grow_with_the_number_of_prompts(job):
         assert process.returncode == 0, error
         peaks.append(int(error.split()[-1]))
     assert peaks[1] - peaks[0] < 5_000  # KiB; a prompt's id takes some 100 bytes
+
+
+@pytest.mark.slow
+def test_a_model_answers_a_job_and_keeps_to_its_schema(tiny_model, tmp_path):
+    """Through the real engine: text, token ids, logprobs, several completions, a JSON schema."""
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 99}, "b": {"type": "boolean"}},
+        "required": ["n", "b"],
+        "additionalProperties": False,
+    }
+    json_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    lines = [
+        chat("chat", model=None, logprobs=True, top_logprobs=2, max_tokens=8),
+        chat("json", model=None, response_format=json_format, max_tokens=200),
+        completion("two", model=None, n=2, temperature=1, max_tokens=8, ignore_eos=True),
+        {"id": "ids", "prompt_token_ids": [2, 600, 700]},
+    ]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    flags = ["--model", tiny_model, "--max-model-len", "512", "--max-num-seqs", "4"]
+    assert main(["run-batch", "-i", str(source), "-o", str(output), *flags]) == 0
+    rows = {row["custom_id"]: row for row in map(json.loads, output.read_text().splitlines())}
+    bodies = {key: row["response"]["body"] for key, row in rows.items()}
+    assert bodies["two"]["usage"]["completion_tokens"] == 16
+    positions = bodies["chat"]["choices"][0]["logprobs"]["content"]
+    assert len(positions) == bodies["chat"]["usage"]["completion_tokens"]
+    (choice,) = bodies["json"]["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert set(json.loads(choice["message"]["content"])) == {"n", "b"}
+    assert len(bodies["ids"]["choices"]) == 1
