@@ -115,6 +115,13 @@ def _milliseconds(row: Row) -> str:
     return f"{_number(row['median_ms'], 1)} ({_number(low, 1)}-{_number(high, 1)})"
 
 
+def _latency(name: str) -> Callable[[Row], str]:
+    """Median and p99 of one of vLLM's latencies."""
+    return lambda row: " / ".join(
+        _result(f"{kind}_{name}_ms", 1)(row) for kind in ("median", "p99")
+    )
+
+
 def _peak_gib(row: Row) -> str:
     return _number(row["peak_memory_bytes"], 2, 2**30)
 
@@ -136,6 +143,16 @@ ENGINE: tuple[Column, ...] = (
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "throughput": ENGINE,
     "latency": ENGINE,
+    "serve": (
+        CASE,
+        VARIANT,
+        ("requests/s", _result("request_throughput", 2)),
+        ("output tok/s", _result("output_throughput")),
+        ("TTFT ms, median / p99", _latency("ttft")),
+        ("ITL ms", _latency("itl")),
+        ("TPOT ms", _latency("tpot")),
+        ("E2E ms", _latency("e2el")),
+    ),
     "load": (
         ("checkpoint", lambda row: row["case"]),
         ("file GB", lambda row: _number(row["config"].get("file_bytes"), 2, 1e9)),

@@ -5,18 +5,17 @@ and parity comparisons write and read this one format, whichever engine made the
 """
 
 import datetime
-import fcntl
 import json
 import logging
 import math
 import os
-import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
 from gemma_jax.errors import ConfigError
+from gemma_jax.jsonlines import encode_line, is_regular, lock_output, open_output
 from gemma_jax.outputs import PositionLogprobs, RequestOutput
 from gemma_jax.system_info import device_info, driver_version, package_versions
 
@@ -89,12 +88,6 @@ def _rounded(logprob: float) -> float:
 def _best_first(position: PositionLogprobs) -> list[list[Any]]:
     ranked = sorted(position.items(), key=lambda item: (-item[1].logprob, item[0]))
     return [[token_id, _rounded(entry.logprob)] for token_id, entry in ranked]
-
-
-def _encode(value: dict[str, Any]) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # A lone surrogate (an id may hold one) has no UTF-8 form, but JSON can escape it.
-    return text.encode("utf-8", errors="backslashreplace") + b"\n"
 
 
 class Records(NamedTuple):
@@ -171,11 +164,7 @@ class RecordWriter:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._created = not self.path.exists()
-        try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise ConfigError(f"output {path} cannot be written: {error.strerror}") from error
-        self._file: BinaryIO = os.fdopen(descriptor, "r+b")
+        self._file: BinaryIO = open_output(self.path)
         try:
             self._claim()
         except ConfigError:
@@ -183,12 +172,9 @@ class RecordWriter:
             raise
 
     def _claim(self) -> None:
-        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+        if not is_regular(self._file):
             raise ConfigError(f"output {self.path} is not a regular file; use - for stdout")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"output {self.path} is being written by another run") from None
+        lock_output(self._file, self.path)
         self._has_header()
 
     def _has_header(self) -> bool:
@@ -227,13 +213,13 @@ class RecordWriter:
         if not self._has_header():
             self._file.seek(0)
             self._file.truncate()
-            self._file.write(_encode({"header": header}))
+            self._file.write(encode_line({"header": header}))
             self._file.flush()
             return Progress(0, 0)
         self._file.seek(0)
         old = _parse_header(self._file.readline(), self.path)
         # Through JSON, so that tuples and lists compare equal.
-        self._refuse_differences(old, json.loads(_encode(header)))
+        self._refuse_differences(old, json.loads(encode_line(header)))
         return self._keep_rows(ids)
 
     def _refuse_differences(self, old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -272,7 +258,7 @@ class RecordWriter:
           ConfigError: the disk is full or failing; what was written before can be resumed.
         """
         try:
-            self._file.write(b"".join(_encode(row) for row in rows))
+            self._file.write(b"".join(encode_line(row) for row in rows))
             self._file.flush()
         except OSError as error:
             raise ConfigError(f"output {self.path}: {error.strerror}") from error
@@ -308,7 +294,7 @@ class StdoutWriter:
         self._write(*rows)
 
     def _write(self, *values: dict[str, Any]) -> None:
-        sys.stdout.write(b"".join(map(_encode, values)).decode())
+        sys.stdout.write(b"".join(map(encode_line, values)).decode())
         sys.stdout.flush()
 
     def __enter__(self) -> Self:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-QUICK = ("generate", "chat", "logprobs")
+QUICK = ("generate", "chat", "logprobs", "batch")
 
 
 @pytest.mark.parametrize("name", QUICK)

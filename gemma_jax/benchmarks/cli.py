@@ -11,6 +11,7 @@ from gemma_jax.errors import ConfigError
 BENCHMARKS = {
     "latency": "time of one batch of a fixed shape",
     "throughput": "requests and tokens a second, all requests there from the start",
+    "serve": "latency and throughput of a running server, at given request rates",
     "load": "seconds and host memory to load a checkpoint",
 }
 
@@ -29,7 +30,7 @@ def _check_source(args: argparse.Namespace) -> None:
     Raises:
       ConfigError: both --model and --preset.
     """
-    if args.model is not None and args.preset is not None:
+    if args.model is not None and getattr(args, "preset", None) is not None:
         raise ConfigError(
             f"--model {args.model} and --preset {args.preset}: give one; --preset is random weights"
         )
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     adders: dict[str, Callable[[argparse.ArgumentParser], None]] = {
         "latency": _add_latency,
         "throughput": _add_throughput,
+        "serve": _add_serve,
         "load": _add_load,
     }
     for name, add in adders.items():
@@ -78,6 +80,87 @@ def _add_throughput(parser: argparse.ArgumentParser) -> None:
     _add_repeats(group, warmup=1, iters=3)
     _add_engine(parser)
     _add_output(parser, profile=True)
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="of the server, without /v1 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--backend",
+        choices=("openai", "openai-chat"),
+        default="openai",
+        help="ask for completions of token ids, or for chats (default: %(default)s)",
+    )
+    group.add_argument("--model", help="name of the model (default: the first that is served)")
+    group.add_argument("--api-key", metavar="KEY", help="(default: $OPENAI_API_KEY)")
+    group.add_argument(
+        "--timeout",
+        type=_positive,
+        default=600.0,
+        metavar="S",
+        help="most seconds between two events of an answer (default: %(default)s)",
+    )
+    _add_serve_workload(parser.add_argument_group("workload"))
+    group = parser.add_argument_group("files")
+    group.add_argument(
+        "--save-result", action="store_true", help="write one JSON file a rate to --result-dir"
+    )
+    group.add_argument("--save-detailed", action="store_true", help="with each request's times")
+    group.add_argument(
+        "--result-dir", type=Path, default=Path(), metavar="FOLDER", help="(default: this folder)"
+    )
+    group.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="plot latencies against the rates, and write the results beside it as JSON",
+    )
+    _add_output(parser, profile=False)
+
+
+def _add_serve_workload(group: argparse._ArgumentGroup) -> None:
+    _number(group, "--num-prompts", 100, "requests at each rate")
+    _number(group, "--input-len", 1024, "prompt tokens of each (words, for chats)")
+    _number(group, "--output-len", 128, "generated tokens of each")
+    group.add_argument(
+        "--request-rate",
+        type=_rate,
+        nargs="+",
+        default=[float("inf")],
+        metavar="R",
+        help="requests a second, or inf to send all at once; several make a sweep (default: inf)",
+    )
+    group.add_argument(
+        "--burstiness",
+        type=_positive,
+        default=1.0,
+        metavar="B",
+        help="shape of the gaps between requests; 1 is a Poisson process (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-concurrency", type=_count, metavar="N", help="most requests at a time"
+    )
+    group.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="make every answer --output-len tokens long",
+    )
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    group.add_argument(
+        "--vocab-size",
+        type=_count,
+        default=4096,
+        metavar="V",
+        help="random ids are below this (default: %(default)s)",
+    )
+    group.add_argument("--seed", type=int, default=0, help="of prompts and gaps")
+    _number(group, "--num-warmups", 1, "requests before the clock starts", minimum=0)
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -159,6 +242,16 @@ def _number(
     group.add_argument(
         name, type=parse, default=default, metavar="N", help=f"{text} (default: %(default)s)"
     )
+
+
+def _count(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{value!r}: expected an integer of at least 1")
+    return int(value)
+
+
+def _rate(value: str) -> float:
+    return float("inf") if value == "inf" else _positive(value)
 
 
 def _positive(value: str) -> float:

@@ -18,7 +18,9 @@ from gemma_jax.system_info import device_info, driver_version, package_versions
 SCHEMA = 1
 IMPLEMENTATION = "gemma_jax"
 Status = Literal["ok", "unsupported", "oom", "error"]
-_PRIVATE_FLAGS = ("--output-json", "--profile", "--commit", "--folder")
+_PRIVATE_FLAGS = (
+    "--output-json", "--profile", "--commit", "--folder", "--result-dir", "--plot", "--api-key"
+)  # fmt: skip
 
 
 @dataclass
@@ -67,11 +69,11 @@ class Row:
         message = " ".join(str(error).split())
         self.note = f"{type(error).__name__}: {message}"[:500]
 
-    def as_json(self, source: "Source") -> dict[str, Any]:
-        """The row with schema, commit, date, device and versions."""
+    def as_json(self, source: "Source", device: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The row with schema, commit, date, device (None: what JAX runs on) and versions."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         first = {name: own.pop(name) for name in ("bench", "case", "implementation")}
-        device = device_info()
+        device = device or device_info()
         return {
             "schema": SCHEMA,
             **first,
@@ -157,17 +159,23 @@ def device_slug(kind: str) -> str:
 
 
 class Report:
-    """Prints rows as they come, appends them to a file, and ends with one JSON line."""
+    """Prints rows as they come, appends them to a file, and ends with one JSON line.
 
-    def __init__(self, output: Path | None, source: Source):
-        self._output, self._source = output, source
+    Args:
+      output: the file, or a folder that gets one.
+      source: what is measured.
+      device: what it runs on; None asks JAX.
+    """
+
+    def __init__(self, output: Path | None, source: Source, device: dict[str, Any] | None = None):
+        self._output, self._source, self._device = output, source, device
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
         """Takes a finished row."""
         self.rows.append(row)
         if self._output is not None:
-            append_row(self._output, row.as_json(self._source))
+            append_row(self._output, row.as_json(self._source, self._device))
 
     def finish(self) -> int:
         """Prints the last line, one JSON object; the exit code is 1 if a row failed."""

@@ -32,6 +32,7 @@ COMMANDS = {
     "generate": Command("gemma_jax.cli.generate", "continue one prompt, several, or a JSONL file"),
     "chat": Command("gemma_jax.cli.chat", "chat in the terminal"),
     "serve": Command("gemma_jax.cli.serve", "serve a model over HTTP, with OpenAI's API"),
+    "run-batch": Command("gemma_jax.cli.run_batch", "run a file of requests, offline"),
     "convert": Command("gemma_jax.checkpoint.cli", "convert and verify checkpoints"),
     "bench": Command("gemma_jax.benchmarks.cli", "measure latency and throughput"),
     "collect-env": Command("gemma_jax.cli.collect_env", "print what a bug report needs"),

@@ -77,8 +77,18 @@ def load_model(args: argparse.Namespace) -> "LLM":
     return LLM(**model_settings(args))
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
-    """Add the flags that `sampling_settings` reads; `max_tokens` is the default of --max-tokens."""
+def add_sampling_flags(
+    parser: argparse.ArgumentParser,
+    max_tokens: int | None,
+    without_limit: str = "the rest of the context",
+) -> None:
+    """Add the flags that `sampling_settings` reads.
+
+    Args:
+      parser: gets them.
+      max_tokens: the default of --max-tokens.
+      without_limit: what no limit means, in words.
+    """
     group = parser.add_argument_group(
         "sampling", "An unset field is the checkpoint's, from generation_config.json."
     )
@@ -87,7 +97,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int | None) 
         type=int,
         default=max_tokens,
         metavar="N",
-        help=f"most tokens to generate (default: {max_tokens or 'the rest of the context'})",
+        help=f"most tokens to generate (default: {max_tokens or without_limit})",
     )
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     group.add_argument("--top-p", type=float, metavar="P", help="in (0, 1]")

@@ -10,11 +10,14 @@ from gemma_jax.serve.chat_output import SPECIAL_TOKENS
 from gemma_jax.serve.request import CompletionDelta, EngineRequest
 from gemma_jax.serve.responses import (
     ChatChoice,
+    Choice,
     CompletionChoice,
     ResponseHead,
     Usage,
-    chunk_object,
-    response_object,
+    chat_chunk,
+    chat_response,
+    completion_chunk,
+    completion_response,
 )
 from gemma_jax.text_side import TextSide
 from gemma_jax.tokenizer import Tokenizer, require_tokenizer
@@ -39,13 +42,13 @@ class Exchange:
     """
 
     def __init__(self, request: ChatRequest | CompletionRequest, text: TextSide, model: str):
-        is_chat = isinstance(request, ChatRequest)
-        response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self.head = ResponseHead(response_id, is_chat, int(time.time()), model)
+        self._is_chat = isinstance(request, ChatRequest)
+        response_id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.head = ResponseHead(response_id, int(time.time()), model)
         self.request = request
         self.error: str | None = None
         self.requests: list[EngineRequest]
-        self._choices: Sequence[ChatChoice | CompletionChoice]
+        self._choices: Sequence[Choice]
         if isinstance(request, ChatRequest):
             prompt = text.chat_prompt(request.messages, request.tools, request.thinking)
             self.requests = [
@@ -83,11 +86,11 @@ class Exchange:
         self._unfinished -= delta.finish_reason is not None
         choice = self._choices[position * self.request.params.n + delta.index]
         changes = choice.push(delta)
-        return chunk_object(self.head, changes) if changes else None
+        return self._chunk(changes) if changes else None
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the last chunk of a stream that asked for its usage."""
-        return chunk_object(self.head, [], self.usage)
+        return self._chunk([], self.usage)
 
     @property
     def usage(self) -> Usage:
@@ -100,7 +103,12 @@ class Exchange:
 
     def response(self) -> dict[str, Any]:
         """Return the whole response object."""
-        return response_object(self.head, self._choices, self.usage)
+        build = chat_response if self._is_chat else completion_response
+        return build(self.head, self._choices, self.usage)
+
+    def _chunk(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
+        build = chat_chunk if self._is_chat else completion_chunk
+        return build(self.head, choices, usage)
 
 
 def open_exchange(url: str, body: Any, text: TextSide, model: str) -> Exchange:

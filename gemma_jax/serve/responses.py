@@ -29,25 +29,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True)
 class ResponseHead:
-    """What a response, or every chunk of it, repeats.
-
-    Attributes:
-      id: of the response.
-      is_chat: whether it answers a chat.
-      created: Unix seconds.
-      model: the model's name.
-    """
+    """What every chunk of a response repeats: id, creation in Unix seconds, the model's name."""
 
     id: str
-    is_chat: bool
     created: int
     model: str
 
-    def fields(self, streamed: bool = False) -> dict[str, Any]:
-        """Return the head of the whole response, or of a streamed chunk."""
-        kind = "text_completion"
-        if self.is_chat:
-            kind = "chat.completion.chunk" if streamed else "chat.completion"
+    def fields(self, kind: str) -> dict[str, Any]:
+        """Return the head of an object of type `kind`."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
@@ -257,23 +246,47 @@ class CompletionChoice:
         return new
 
 
+Choice = ChatChoice | CompletionChoice
+
+
 def _empty_logprobs() -> dict[str, list[Any]]:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def response_object(
-    head: ResponseHead, choices: Sequence[ChatChoice | CompletionChoice], usage: Usage
+def chat_response(head: ResponseHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    """Return the `chat.completion` object of finished choices."""
+    return _whole(head.fields("chat.completion"), choices, usage)
+
+
+def completion_response(
+    head: ResponseHead, choices: Sequence[Choice], usage: Usage
 ) -> dict[str, Any]:
-    """Return the whole response of finished choices."""
-    listed = [choice.choice() for choice in choices]
-    return {**head.fields(), "choices": listed, "usage": usage.fields()}
+    """Return the `text_completion` object of finished choices."""
+    return _whole(head.fields("text_completion"), choices, usage)
 
 
-def chunk_object(
+def _whole(fields: dict[str, Any], choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    return fields | {"choices": [c.choice() for c in choices], "usage": usage.fields()}
+
+
+def chat_chunk(
     head: ResponseHead, choices: Sequence[Mapping[str, Any]], usage: Usage | None = None
 ) -> dict[str, Any]:
-    """Return one streamed chunk; the one with `usage` comes last and has no choices."""
-    fields = {**head.fields(streamed=True), "choices": list(choices)}
+    """Return one streamed chunk of a chat; the one with `usage` comes last, without choices."""
+    return _chunk(head.fields("chat.completion.chunk"), choices, usage)
+
+
+def completion_chunk(
+    head: ResponseHead, choices: Sequence[Mapping[str, Any]], usage: Usage | None = None
+) -> dict[str, Any]:
+    """Return one streamed chunk of a completion; the one with `usage` comes last."""
+    return _chunk(head.fields("text_completion"), choices, usage)
+
+
+def _chunk(
+    fields: dict[str, Any], choices: Sequence[Mapping[str, Any]], usage: Usage | None
+) -> dict[str, Any]:
+    fields["choices"] = list(choices)
     return fields if usage is None else fields | {"usage": usage.fields()}
 
 

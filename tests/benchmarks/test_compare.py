@@ -42,6 +42,15 @@ def test_a_failed_row_shows_its_status_and_no_number():
     assert text.splitlines()[-1] == "| 8x2048+1 | gemma_jax |  |  |  |  |  |  | oom |"
 
 
+def test_a_server_is_shown_by_its_rates_and_latencies():
+    latencies = {f"{kind}_{x}_ms": 5.0 for kind in ("median", "p99") for x in ("ttft", "itl")}
+    result = {"request_throughput": 9.5, "output_throughput": 28000.0, **latencies}
+    row = result_row(bench="serve", case="100x6+8 rate inf", config={}, result=result)
+    assert compare.table("serve", [row]).splitlines()[-1] == (
+        "| 100x6+8 rate inf | gemma_jax | 9.50 | 28,000 | 5.0 / 5.0 | 5.0 / 5.0 | – / – | – / – |"
+    )
+
+
 def kernel_row(implementation="triton", **changes):
     derived = {
         "flops_per_s": 4e14, "mfu": 0.571, "bytes_per_s": 5e11, "mbu": 0.125,
