@@ -23,3 +23,7 @@ class UnsupportedError(GemmaError, NotImplementedError):
 
 class CapacityError(GemmaError, RuntimeError):
     """There is no room for the request now; the caller may retry later."""
+
+
+class RecordError(GemmaError, ValueError):
+    """A record of an engine's outputs cannot be read, or not be compared with this model."""

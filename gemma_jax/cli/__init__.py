@@ -32,6 +32,7 @@ COMMANDS = {
     "generate": Command("gemma_jax.cli.generate", "continue one prompt, several, or a JSONL file"),
     "chat": Command("gemma_jax.cli.chat", "chat in the terminal"),
     "convert": Command("gemma_jax.checkpoint.cli", "convert and verify checkpoints"),
+    "parity": Command("gemma_jax.cli.parity", "compare with transformers, vLLM or a record"),
     "bench": Command("gemma_jax.benchmarks.cli", "measure latency and throughput"),
     "collect-env": Command("gemma_jax.cli.collect_env", "print what a bug report needs"),
 }

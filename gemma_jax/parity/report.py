@@ -1,0 +1,5 @@
+"""HTML."""
+
+
+def html_page(results):
+    raise NotImplementedError
