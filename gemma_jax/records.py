@@ -16,7 +16,7 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
@@ -33,7 +33,7 @@ _DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 # Header fields that may differ between the runs that together write one file.
 _NOT_COMPARED = frozenset({"created_utc"})
 # Enough for float32: one unit in its last place at 1 nat is 1.2e-7.
-_LOGPROB_DECIMALS = 7
+LOGPROB_DECIMALS = 7
 
 
 def make_header(
@@ -89,7 +89,7 @@ def error_row(row_id: str | int | None, error: str, **extra: Any) -> dict[str, A
 
 
 def _rounded(logprob: float) -> float:
-    return round(float(logprob), _LOGPROB_DECIMALS)
+    return round(float(logprob), LOGPROB_DECIMALS)
 
 
 def _best_first(position: PositionLogprobs) -> list[list[Any]]:
@@ -110,7 +110,7 @@ class Records(NamedTuple):
     rows: Iterator[dict[str, Any]]
 
 
-def read_lines(path: str | Path) -> Iterator[bytes]:
+def read_lines(path: str | Path) -> Generator[bytes]:
     """Yield the lines of a file, `.gz` and `.xz` unpacked on the way.
 
     Raises:

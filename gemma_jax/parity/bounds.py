@@ -1,5 +1,6 @@
-"""Bounds, not counts: upper limits of a flip rate, splits of the positions, survival of sequences."""
+"""Bounds, not counts: upper limits of a flip rate, splits of positions, survival of sequences."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -74,7 +75,7 @@ def prompt_label() -> Callable[[int], str]:
 def _labels(edges: Sequence[int]) -> Callable[[int], str]:
     names = [
         f"< {edges[0]}",
-        *(f"{low} … {high - 1}" for low, high in zip(edges, edges[1:], strict=False)),
+        *(f"{low} … {high - 1}" for low, high in itertools.pairwise(edges)),
         f">= {edges[-1]}",
     ]
     return lambda value: names[int(np.searchsorted(edges, value, side="right"))]
@@ -118,14 +119,17 @@ class Survival:
 
 
 def survival(lengths: Sequence[int], first_flips: Sequence[int | None], rate: Rate) -> Survival:
-    """The survival curve of sequences of `lengths` tokens, at every N where it moves, and at the end.
+    """The survival curve of sequences, at every N where it moves, and at the longest length.
 
     Args:
+      lengths: tokens of each sequence.
       first_flips: index of the first flipped token of each sequence, `None` when there is none.
       rate: of flips over all tokens.
     """
     deaths = [n for n in first_flips if n is not None]
-    at_risk = np.array([n if n is not None else size for size, n in zip(lengths, first_flips, strict=True)])
+    at_risk = np.array(
+        [n if n is not None else size for size, n in zip(lengths, first_flips, strict=True)]
+    )
     tokens, observed, alive = [0], [1.0], 1.0
     for n in sorted(set(deaths)):
         # A flip of token n: alive after n tokens, dead after n + 1; censored at n means len == n.
@@ -138,6 +142,4 @@ def survival(lengths: Sequence[int], first_flips: Sequence[int | None], rate: Ra
         tokens.append(longest)
         observed.append(alive)
     steps = np.array(tokens)
-    return Survival(
-        steps, np.array(observed), (1 - rate.share) ** steps, (1 - rate.upper) ** steps
-    )
+    return Survival(steps, np.array(observed), (1 - rate.share) ** steps, (1 - rate.upper) ** steps)

@@ -1,4 +1,4 @@
-"""Compares a reference record with our model: teacher-forced at every position, and free-running."""
+"""Compares a reference record with our model: teacher-forced everywhere, and free-running."""
 
 import dataclasses
 import logging
@@ -206,7 +206,8 @@ def compare(
         ours = list(_progress(teacher_forced(llm, streams, k), len(streams), dtype))
         runs = list(greedy(llm, _greedy_streams(reference), k)) if free_run else []
         batch = min(llm.max_num_seqs, len(streams))
-    needed = _needs_float32(streams, ours, runs, float32_everywhere)
+    verdicts = limit.needs_verdict and twin is not None
+    needed = _needs_float32(streams, ours, runs, verdicts, float32_everywhere)
     if dtype == "float32" or not needed:
         float32 = {i: ours[i] for i in needed}
     else:
@@ -229,10 +230,14 @@ def _progress(steps, total: int, dtype: str):
     return tqdm(steps, total=total, unit="seq", desc=dtype, disable=None, leave=False)
 
 
-def _needs_float32(streams: Sequence[Stream], ours, runs, everywhere: bool) -> list[int]:
-    """Indices of the streams whose float32 choices are wanted."""
+def _needs_float32(
+    streams: Sequence[Stream], ours, runs, verdicts: bool, everywhere: bool
+) -> list[int]:
+    """Indices of the streams whose float32 choices are wanted: for verdicts, those with flips."""
     if everywhere:
         return list(range(len(streams)))
+    if not verdicts:
+        return []
     wanted = {i for i, x in enumerate(ours) if (x.best != streams[i].candidates.best).any()}
     wanted |= {i for i, (ids, _) in enumerate(runs) if ids != streams[i].tokens.tolist()}
     return sorted(wanted)

@@ -89,7 +89,7 @@ class Flip:
         return f"{words}: {self.kind}" + (f" ({self.reason})" if self.reason else "")
 
     def as_json(self) -> dict[str, Any]:
-        fields = asdict(self) | {"kind": str(self.kind)}
+        fields: dict[str, Any] = asdict(self) | {"kind": str(self.kind)}
         for name in ("reference_margin", "our_margin"):
             value = fields[name]
             fields[name] = round(value, 7) if np.isfinite(value) else None
@@ -138,7 +138,9 @@ def margin_noise(record: Record, twin: Record) -> float:
     for stream in record.streams:
         wide = exact[stream.id]
         values = stream.candidates.logprob_of(wide.ids[:, :2])
-        listed = np.where(np.isfinite(stream.candidates.logprobs), stream.candidates.logprobs, np.inf)
+        listed = np.where(
+            np.isfinite(stream.candidates.logprobs), stream.candidates.logprobs, np.inf
+        )
         values = np.where(np.isnan(values), listed.min(-1, keepdims=True), values)
         changes.append(np.abs((values[:, 0] - values[:, 1]) - wide.margins))
     return float(np.percentile(np.concatenate(changes), NOISE_PERCENTILE))

@@ -16,7 +16,7 @@ import numpy as np
 
 from gemma_jax.errors import ConfigError, RecordError
 from gemma_jax.parity.foreign import foreign_row, is_foreign
-from gemma_jax.records import read_lines
+from gemma_jax.records import LOGPROB_DECIMALS, read_lines
 
 NO_CANDIDATE = -1
 """Pads `top_ids` where a position has fewer candidates than another; its logprob is -inf."""
@@ -45,12 +45,23 @@ class Candidates:
         return self.logprobs[:, 0] - self.logprobs[:, 1]
 
     def logprob_of(self, ids: np.ndarray) -> np.ndarray:
-        """[T, ...] log-probability of `ids` [T, ...] at each position; NaN where it is not listed."""
+        """[T, ...] log-probability of `ids` [T, ...] at each position; NaN where not listed."""
         flat = ids.reshape(len(ids), -1)
         match = (self.ids[:, None, :] == flat[:, :, None]) & (flat[:, :, None] != NO_CANDIDATE)
         at = match.argmax(-1)
         found = np.take_along_axis(self.logprobs, at, axis=1)
         return np.where(match.any(-1), found, np.nan).reshape(ids.shape)
+
+    def as_pairs(self) -> list[list[list[Any]]]:
+        """The field `top` of a record row: [[id, logprob], …] a position, without padding."""
+        return [
+            [
+                [token, round(logprob, LOGPROB_DECIMALS)]
+                for token, logprob in zip(ids, logprobs, strict=True)
+                if token != NO_CANDIDATE
+            ]
+            for ids, logprobs in zip(self.ids.tolist(), self.logprobs.tolist(), strict=True)
+        ]
 
     @classmethod
     def of(cls, positions: list[list[tuple[int, float]]]) -> "Candidates":
@@ -288,7 +299,9 @@ def _candidates(top: Any, tokens: np.ndarray, where: str) -> Candidates:
     positions = []
     for t, pairs in enumerate(top):
         if not isinstance(pairs, list) or len(pairs) < 2:
-            raise RecordError(f"{where}, token {t}: fewer than two candidates; --logprobs 2 or more")
+            raise RecordError(
+                f"{where}, token {t}: fewer than two candidates; --logprobs 2 or more"
+            )
         positions.append([_pair(pair, f"{where}, token {t}") for pair in pairs])
         if len({token for token, _ in positions[-1]}) < len(pairs):
             raise RecordError(f"{where}, token {t}: a candidate is listed twice")

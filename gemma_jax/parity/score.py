@@ -43,17 +43,22 @@ def teacher_forced(llm: "LLM", streams: Sequence[Stream], k: int) -> Iterator[Ca
 
 
 def greedy(
-    llm: "LLM", streams: Sequence[Stream], k: int
+    llm: "LLM", streams: Sequence[Stream], k: int, max_tokens: int | None = None
 ) -> Iterator[tuple[list[int], Candidates]]:
-    """Our greedy tokens for each prompt, as many as the stream has, with their candidates.
+    """Our greedy tokens for each prompt, with their candidates.
 
     All prompts are handed over together: batches are the model's own (`max_num_seqs`).
+
+    Args:
+      max_tokens: of each prompt; by default as many as its stream has.
 
     Raises:
       RecordError: a prompt cannot run.
     """
     params = [
-        SamplingParams(temperature=0, max_tokens=len(x.tokens), ignore_eos=True, logprobs=k)
+        SamplingParams(
+            temperature=0, max_tokens=max_tokens or len(x.tokens), ignore_eos=True, logprobs=k
+        )
         for x in streams
     ]
     prompts = [{"prompt_token_ids": stream.prompt.tolist()} for stream in streams]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from gemma_jax.errors import RecordError
-from gemma_jax.parity.bounds import Rate
 from gemma_jax.parity.compare import Comparison, FreeRun, Positions
 from gemma_jax.parity.flips import count_classes
 
@@ -72,7 +71,7 @@ def _free(free: FreeRun) -> dict[str, Any]:
     }
 
 
-def _histogram(p: Positions) -> dict[str, list[float]]:
+def _histogram(p: Positions) -> dict[str, Any]:
     """Counts of the signed Δlogprob of the reference's choice, in equal bins around 0."""
     delta = p.delta[np.isfinite(p.delta)]
     reach = max(float(np.percentile(np.abs(delta), 99.9)) if delta.size else 0.0, 1e-6)
@@ -80,7 +79,7 @@ def _histogram(p: Positions) -> dict[str, list[float]]:
     return {"edges": [_number(x) for x in edges], "counts": counts.tolist()}
 
 
-def _by_position(p: Positions) -> dict[str, list[float]]:
+def _by_position(p: Positions) -> dict[str, Any]:
     """Tokens and flips in equal ranges of positions."""
     edges = np.linspace(0, int(p.position.max()) + 1, POSITION_BINS + 1)
     tokens, _ = np.histogram(p.position, edges)
@@ -146,27 +145,37 @@ def _facts(r: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "ours", describe(r["ours"])
     yield "tokens", f"{rate['tokens']:,} in {r['sequences']:,} sequences, teacher-forced"
     yield "top-1", f"{r['top1_agreement']:.4%} equal"
-    yield "flips", (
-        f"{rate['flips']}: {classes['tie']} ties, {classes['noise']} inside the noise,"
-        f" {classes['unexplained']} unexplained"
+    yield (
+        "flips",
+        (
+            f"{rate['flips']}: {classes['tie']} ties, {classes['noise']} inside the noise,"
+            f" {classes['unexplained']} unexplained"
+        ),
     )
     yield "flip rate", f"{rate['rate']:.4%}, below {rate['upper_95']:.4%} with 95 % confidence"
     unexplained = r["unexplained_rate"]
-    yield "unexplained", (
-        f"{unexplained['rate']:.4%}, below {unexplained['upper_95']:.4%} with 95 % confidence"
+    yield (
+        "unexplained",
+        (f"{unexplained['rate']:.4%}, below {unexplained['upper_95']:.4%} with 95 % confidence"),
     )
     yield "noise limit", f"{r['noise_limit']['nats']:.4g} nat ({r['noise_limit']['source']})"
     if delta["listed"]:
-        yield "Δlogprob", (
-            f"mean {delta['mean']:.2e}, 99 % {delta['p99']:.2e}, max {delta['max']:.2e} of the"
-            f" reference's choice; max {delta['max_shared_top']:.2e} over shared candidates"
+        yield (
+            "Δlogprob",
+            (
+                f"mean {delta['mean']:.2e}, 99 % {delta['p99']:.2e}, max {delta['max']:.2e} of the"
+                f" reference's choice; max {delta['max_shared_top']:.2e} over shared candidates"
+            ),
         )
     free = r["free_running"]
     if free is not None:
-        yield "free-running", (
-            f"{free['whole']} of {free['sequences']} whole, prefix agreement"
-            f" {free['prefix_agreement']:.2%}, batch {free['batch']};"
-            f" {free['classes']['unexplained']} first differences unexplained"
+        yield (
+            "free-running",
+            (
+                f"{free['whole']} of {free['sequences']} whole, prefix agreement"
+                f" {free['prefix_agreement']:.2%}, batch {free['batch']};"
+                f" {free['classes']['unexplained']} first differences unexplained"
+            ),
         )
     if r["trace"] is not None:
         yield "trace", r["trace"]["summary"]
@@ -174,7 +183,8 @@ def _facts(r: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def describe(header: dict[str, Any]) -> str:
     """Engine, version, model, dtype and device of one side, in a line."""
-    settings = header.get("settings") if isinstance(header.get("settings"), dict) else {}
+    settings = header.get("settings")
+    settings = settings if isinstance(settings, dict) else {}
     engine = str(header.get("engine", "unknown engine"))
     version = (header.get("versions") or {}).get(engine) or header.get(engine)
     model = header.get("model")
