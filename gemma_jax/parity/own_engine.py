@@ -15,7 +15,8 @@ def record_own(job: "Job") -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Header and rows of a run of `LLM` with the job's options as its settings."""
     with LLM(job.model, dtype=job.dtype, max_num_seqs=job.batch, **job.options) as llm:
         header = make_header(dict(job.options))
-        header |= {"dtype": llm.runner.numerics.dtype, "model": model_identity(job.model)}
+        dtype = llm.engine_config.numerics(llm.model_config).dtype
+        header |= {"dtype": dtype, "model": model_identity(job.model)}
         if job.teacher_force:
             tops = teacher_forced(llm, job.requests, job.logprobs)
             results = [

@@ -4,28 +4,28 @@ A sub-block's input is the reference's stored tensor, so one wrong rounding show
 and is not carried on. The functions are those of the model; fast prefill does not apply.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from flax import nnx
 
-from gemma_jax.config import FULL, SLIDING, LayerConfig
+from gemma_jax.config import FULL, SLIDING, LayerConfig, ModelConfig
 from gemma_jax.errors import RecordError
+from gemma_jax.kernels import AUTO, Kernels
 from gemma_jax.model.attention import KeyBlock, attend
 from gemma_jax.model.layers import softcap
 from gemma_jax.model.residual import Ops, Residual, matmul, project, project_gate, project_gelu_mul
 from gemma_jax.model.rope import rope_tables
-from gemma_jax.model.transformer import DecoderLayer, Gemma4
+from gemma_jax.model.transformer import DecoderLayer, Gemma4, abstract_model
+from gemma_jax.numerics import Numerics, Rounding
 from gemma_jax.parity.trace_file import TraceFile
-from gemma_jax.runner import make_program
+from gemma_jax.sharding import named_parameters
 from gemma_jax.testing.tolerance import ulp
-
-if TYPE_CHECKING:
-    from gemma_jax.llm import LLM
 
 MAX_SHARE = 0.005
 """Largest share of bfloat16 values that may differ. On nano and one CPU 0.16 % of one sub-block do,
@@ -102,31 +102,41 @@ class Trace:
         }
 
 
-def trace(load: Callable[[str], "LLM"], file: TraceFile) -> Trace:
-    """Runs every sub-block of our model on the inputs stored in `file`.
+def trace(
+    file: TraceFile,
+    config: ModelConfig,
+    leaves: Mapping[str, jax.Array],
+    rounding: Rounding = "hf",
+    kernels: Kernels = AUTO,
+) -> Trace:
+    """Runs every sub-block of our model on the inputs stored in `file`, in the file's dtype.
 
     Args:
-      load: dtype → our model.
+      config: of our model.
+      leaves: path → weight in the file's dtype, as `load_checkpoint` gives them.
+      rounding: whose bfloat16 rounding points to reproduce.
+      kernels: the implementation of each op.
 
     Raises:
       RecordError: the file is of another model.
     """
-    with load(file.dtype) as llm:
-        blocks = list(_Tracer(llm, file).blocks())
-    return Trace(file.dtype, blocks)
+    numerics = Numerics(file.dtype, rounding)
+    tracer = _Tracer(file, config, leaves, Ops(numerics, kernels, config.rms_norm_eps))
+    return Trace(file.dtype, list(tracer.blocks()))
 
 
 class _Tracer:
-    def __init__(self, llm: "LLM", file: TraceFile):
-        runner = llm.runner
-        self.config, self.numerics = llm.model_config, runner.numerics
-        self.ops = Ops(self.numerics, runner.kernels, self.config.rms_norm_eps)
-        layout = _any_layout(llm)
-        program = make_program(self.config, self.numerics, layout, runner.kernels)
-        self.model: Gemma4 = program.model(runner.leaves)
-        self.file = file
-        if len(self.config.layers) != sum(name.endswith("/input") for name in file.arrays):
+    def __init__(
+        self, file: TraceFile, config: ModelConfig, leaves: Mapping[str, jax.Array], ops: Ops
+    ):
+        self.file, self.config, self.ops, self.numerics = file, config, ops, ops.numerics
+        if len(config.layers) != sum(name.endswith("/input") for name in file.arrays):
             raise RecordError(f"{file.name}: has another number of layers than the model")
+        abstract = abstract_model(config, ops.numerics)
+        graphdef, state = nnx.split(abstract)
+        ordered = [leaves[name] for name in named_parameters(abstract)]
+        weights = jax.tree.unflatten(jax.tree.structure(state), ordered)
+        self.model: Gemma4 = nnx.merge(graphdef, weights)
         self.positions = jnp.asarray(file.positions)[None]
         self.tables = {
             SLIDING: self._rope(self.config.sliding_rope, self.config.head_dim),
@@ -245,13 +255,6 @@ class _Tracer:
             stream.h, self(f"{name}/ple_projection"), ple.norm[...], layer.layer_scalar[...]
         )
         yield self.compare(i, "layer_output", out.settle(ops), self(f"{name}/output"))
-
-
-def _any_layout(llm: "LLM"):
-    """A cache layout to name the program with; no cache is made."""
-    from gemma_jax.model.cache import CacheLayout
-
-    return CacheLayout.plan(llm.model_config, 1, 128, 128, 128)
 
 
 def compare_values(

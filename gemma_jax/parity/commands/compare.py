@@ -2,15 +2,17 @@
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gemma_jax.cli import EXIT_FAILED, EXIT_OK, options
+from gemma_jax.model_source import resolve_model
 from gemma_jax.parity.records import Record, check_model, read_record
 from gemma_jax.parity.write import write_json_lines, write_text
 
 if TYPE_CHECKING:
     from gemma_jax.llm import LLM
     from gemma_jax.parity.compare import Comparison
+    from gemma_jax.parity.trace import Trace
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,17 +49,15 @@ def _compare(args: argparse.Namespace, reference: Record, twin: Record | None) -
     def load(dtype: str) -> "LLM":
         from gemma_jax.llm import LLM
 
-        return LLM(**settings | {"dtype": dtype})
+        own: dict[str, Any] = settings | {"dtype": dtype}
+        return LLM(**own)
 
     comparison = compare(
         reference, load, settings["dtype"], twin=twin, noise=args.noise, free_run=args.free_run,
         float32_everywhere=args.float32_everywhere,
     )  # fmt: skip
     if args.trace:
-        from gemma_jax.parity.trace import trace
-        from gemma_jax.parity.trace_file import load_trace
-
-        comparison.trace = trace(load, load_trace(args.trace))
+        comparison.trace = _trace(args, settings)
     comparison.ours = {
         "engine": "gemma_jax",
         "versions": package_versions(),
@@ -69,7 +69,18 @@ def _compare(args: argparse.Namespace, reference: Record, twin: Record | None) -
     return comparison
 
 
-def _settings(args: argparse.Namespace, reference: Record) -> dict:
+def _trace(args: argparse.Namespace, settings: dict[str, Any]) -> "Trace":
+    from gemma_jax.checkpoint.load import load_checkpoint
+    from gemma_jax.kernels import Kernels
+    from gemma_jax.parity.trace import trace
+    from gemma_jax.parity.trace_file import load_trace
+
+    file = load_trace(args.trace)
+    config, leaves = load_checkpoint(resolve_model(args.model), file.dtype)
+    return trace(file, config, leaves, settings["rounding"], Kernels.parse(args.kernels))
+
+
+def _settings(args: argparse.Namespace, reference: Record) -> dict[str, Any]:
     """The arguments of `LLM`; dtype and rounding that are not given are the reference's."""
     settings = options.model_settings(args)
     if settings["rounding"] is None:
@@ -81,7 +92,6 @@ def _settings(args: argparse.Namespace, reference: Record) -> dict:
 
 def _checkpoint_dtype(model: str) -> str:
     from gemma_jax.checkpoint.load import load_config
-    from gemma_jax.model_source import resolve_model
 
     dtype = load_config(resolve_model(model)).dtype
     return dtype if dtype in ("bfloat16", "float32") else "bfloat16"
