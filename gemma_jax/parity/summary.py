@@ -127,7 +127,7 @@ def load_result(path: str | Path) -> dict[str, Any]:
 
 def text_table(r: dict[str, Any]) -> str:
     """The result for a terminal: counts with bounds, splits, and the flips that matter."""
-    lines = [f"{name:<13}{value}" for name, value in _facts(r)]
+    lines = [f"{name:<13}{value}" for name, value in facts(r)]
     lines += ["", f"{'split':<34}{'tokens':>9}{'flips':>8}{'rate':>10}{'95 % upper':>13}"]
     for name, rates in r["splits"].items():
         for label, rate in rates.items():
@@ -139,7 +139,8 @@ def text_table(r: dict[str, Any]) -> str:
     return "\n".join([*lines, *_flip_lines(r)])
 
 
-def _facts(r: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def facts(r: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name and value of what a reader wants to know first."""
     rate, classes, delta = r["flips_rate"], r["classes"], r["delta_logprob"]
     yield "reference", describe(r["reference"])
     yield "ours", describe(r["ours"])

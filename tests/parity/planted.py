@@ -30,7 +30,9 @@ def nano_record():
 
 def compare_planted(record, config, leaves, dtype="bfloat16", **settings):
     """`compare` with a model made of these weights."""
-    return compare(record, lambda _: LLM.from_leaves(config, leaves, dtype=dtype), dtype, **settings)
+    return compare(
+        record, lambda _: LLM.from_leaves(config, leaves, dtype=dtype), dtype, **settings
+    )
 
 
 def trace_planted(name, config, leaves):
