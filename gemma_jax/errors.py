@@ -31,3 +31,7 @@ class ContextLengthError(RequestError):
 
 class EngineError(GemmaError, RuntimeError):
     """The engine failed or has ended, and the request with it (HTTP 5xx)."""
+
+
+class RecordError(GemmaError, ValueError):
+    """A record of an engine's outputs cannot be read, or not be compared with this model."""

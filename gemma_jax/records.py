@@ -4,13 +4,17 @@ The first line is `{"header": {...}}`, then comes one row per prompt in input or
 and parity comparisons write and read this one format, whichever engine made the tokens.
 """
 
+import contextlib
 import datetime
+import gzip
 import json
 import logging
+import lzma
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
@@ -23,10 +27,12 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "gemma-jax-records/1"
 _HEADER_START = b'{"header":'
+_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+_DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
 # Header fields that may differ between the runs that together write one file.
 _NOT_COMPARED = frozenset({"created_utc"})
 # Enough for float32: one unit in its last place at 1 nat is 1.2e-7.
-_LOGPROB_DECIMALS = 7
+LOGPROB_DECIMALS = 7
 
 
 def make_header(
@@ -82,7 +88,7 @@ def error_row(row_id: str | int | None, error: str, **extra: Any) -> dict[str, A
 
 
 def _rounded(logprob: float) -> float:
-    return round(float(logprob), _LOGPROB_DECIMALS)
+    return round(float(logprob), LOGPROB_DECIMALS)
 
 
 def _best_first(position: PositionLogprobs) -> list[list[Any]]:
@@ -97,26 +103,36 @@ class Records(NamedTuple):
     rows: Iterator[dict[str, Any]]
 
 
+def read_lines(path: str | Path) -> Generator[bytes]:
+    """Yield the lines of a file, `.gz` and `.xz` unpacked on the way.
+
+    Raises:
+      ConfigError: no such file, or its compressed data is damaged or cut off.
+    """
+    opener = _OPENERS.get(Path(path).suffix, open)
+    try:
+        with opener(path, "rb") as file:
+            yield from file
+    except _DAMAGED as error:
+        raise ConfigError(f"file {path}: compressed data is damaged or cut off: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"file {path}: {error.strerror}") from error
+
+
 def read_records(path: str | Path) -> Records:
-    """Return header and rows of a complete record file.
+    """Return header and rows of a complete record file, which may be compressed (.gz, .xz).
 
     Raises:
       ConfigError: no such file, not a record file, or (while iterating) a line is torn or damaged.
     """
-    try:
-        file = Path(path).open("rb")
-    except OSError as error:
-        raise ConfigError(f"record file {path}: {error.strerror}") from error
-    with file:
-        header = _parse_header(file.readline(), path)
-        start = file.tell()
-    return Records(header, _read_rows(Path(path), start))
+    header = _parse_header(next(read_lines(path), b""), path)
+    return Records(header, _read_rows(Path(path)))
 
 
-def _read_rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        file.seek(start)
-        for number, line in enumerate(file, start=2):
+def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    with contextlib.closing(read_lines(path)) as lines:
+        next(lines)
+        for number, line in enumerate(lines, start=2):
             row = _parse_row(line)
             if row is None:
                 raise ConfigError(f"record file {path}: line {number} is torn or not a row")

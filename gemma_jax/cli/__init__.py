@@ -34,6 +34,7 @@ COMMANDS = {
     "serve": Command("gemma_jax.cli.serve", "serve a model over HTTP, with OpenAI's API"),
     "run-batch": Command("gemma_jax.cli.run_batch", "run a file of requests, offline"),
     "convert": Command("gemma_jax.checkpoint.cli", "convert and verify checkpoints"),
+    "parity": Command("gemma_jax.cli.parity", "compare with transformers, vLLM or a record"),
     "bench": Command("gemma_jax.benchmarks.cli", "measure latency and throughput"),
     "collect-env": Command("gemma_jax.cli.collect_env", "print what a bug report needs"),
 }

@@ -1,0 +1,1 @@
+"""Comparing what engines generate: records, flips and their margins, bounds, reports."""

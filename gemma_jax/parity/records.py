@@ -1,0 +1,378 @@
+"""Records as arrays: what an engine was given, what it chose, and its best candidates.
+
+Reads this package's record files, vLLM's `RequestOutput` dumps and OpenAI-API completions, plain or
+compressed (.gz, .xz). A file that cannot be compared is refused with a `RecordError` that names the
+row and what is wrong.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gemma_jax.errors import ConfigError, RecordError
+from gemma_jax.parity.foreign import foreign_row, is_foreign
+from gemma_jax.records import LOGPROB_DECIMALS, read_lines
+
+NO_CANDIDATE = -1
+"""Pads `top_ids` where a position has fewer candidates than another; its logprob is -inf."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The best candidates at T positions, best first, the lowest id first among equals.
+
+    Attributes:
+      ids: [T, K] int32, padded with `NO_CANDIDATE`.
+      logprobs: [T, K] float32, natural logs, padded with -inf.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+    @property
+    def best(self) -> np.ndarray:
+        """[T] the engine's own choice under greedy decoding."""
+        return self.ids[:, 0]
+
+    @property
+    def margins(self) -> np.ndarray:
+        """[T] float32: best minus second-best log-probability, in nats."""
+        return self.logprobs[:, 0] - self.logprobs[:, 1]
+
+    def logprob_of(self, ids: np.ndarray) -> np.ndarray:
+        """[T, ...] log-probability of `ids` [T, ...] at each position; NaN where not listed."""
+        flat = ids.reshape(len(ids), -1)
+        match = (self.ids[:, None, :] == flat[:, :, None]) & (flat[:, :, None] != NO_CANDIDATE)
+        at = match.argmax(-1)
+        found = np.take_along_axis(self.logprobs, at, axis=1)
+        return np.where(match.any(-1), found, np.nan).reshape(ids.shape)
+
+    def as_pairs(self) -> list[list[list[Any]]]:
+        """The field `top` of a record row: [[id, logprob], …] a position, without padding."""
+        return [
+            [
+                [token, round(logprob, LOGPROB_DECIMALS)]
+                for token, logprob in zip(ids, logprobs, strict=True)
+                if token != NO_CANDIDATE
+            ]
+            for ids, logprobs in zip(self.ids.tolist(), self.logprobs.tolist(), strict=True)
+        ]
+
+    @classmethod
+    def of(cls, positions: list[list[tuple[int, float]]]) -> "Candidates":
+        """From (id, logprob) pairs a position, in any order."""
+        width = max([2, *map(len, positions)])
+        ids = np.full((len(positions), width), NO_CANDIDATE, np.int32)
+        logprobs = np.full((len(positions), width), -np.inf, np.float32)
+        for t, pairs in enumerate(positions):
+            for k, (token, logprob) in enumerate(sorted(pairs, key=lambda x: (-x[1], x[0]))):
+                ids[t, k], logprobs[t, k] = token, logprob
+        return cls(ids, logprobs)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One prompt and its continuation.
+
+    Attributes:
+      id: of the prompt, unique in its record.
+      prompt: [P] int32.
+      tokens: [T] int32, what followed; position t was predicted from P + t tokens.
+      top: candidates at each of the T positions; `None` when the record has none.
+      batch: sequences that ran together, where the record says so.
+    """
+
+    id: str | int
+    prompt: np.ndarray
+    tokens: np.ndarray
+    top: Candidates | None = None
+    batch: int | None = None
+
+    @property
+    def candidates(self) -> Candidates:
+        """`top`, which a reference must have.
+
+        Raises:
+          RecordError: it has none.
+        """
+        if self.top is None:
+            raise RecordError(f"row {self.id!r}: no log-probabilities; record it with --logprobs")
+        return self.top
+
+    @property
+    def sequence(self) -> list[int]:
+        """Prompt and continuation, as `LLM.score` takes them."""
+        return [*self.prompt.tolist(), *self.tokens.tolist()]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record file in memory.
+
+    Attributes:
+      name: of the file, for messages.
+      header: engine, versions, settings, `model`; fields that the source lacks are missing.
+      streams: the rows, in order.
+      failed: ids of rows that hold an error instead of tokens.
+    """
+
+    name: str
+    header: dict[str, Any]
+    streams: tuple[Stream, ...]
+    failed: tuple[Any, ...] = ()
+
+    @property
+    def engine(self) -> str:
+        return str(self.header.get("engine", "unknown engine"))
+
+    @property
+    def dtype(self) -> str | None:
+        """Compute dtype of the run, or `None` when the record does not say."""
+        settings = self.header.get("settings")
+        inner = settings.get("dtype") if isinstance(settings, dict) else None
+        dtype = self.header.get("dtype") or inner
+        return dtype if dtype in ("bfloat16", "float32") else None
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """What the header says of the model: name, vocab_size, config_sha256, weights_sha256."""
+        model = self.header.get("model")
+        if isinstance(model, dict):
+            return model
+        return {"name": model} if isinstance(model, str) else {}
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(stream.tokens) for stream in self.streams)
+
+
+def read_record(path: str | Path, *, needs_logprobs: bool = True) -> Record:
+    """Reads a record of any engine.
+
+    Args:
+      path: a record file (docs/records.md), JSON lines or a JSON list of vLLM `RequestOutput`s, or
+        of OpenAI-API completions with logprobs.
+      needs_logprobs: whether every position must list at least two candidates.
+
+    Raises:
+      RecordError: the file is damaged, mixes models, or lacks what a comparison needs.
+    """
+    try:
+        header, rows = _split(path)
+    except ConfigError as error:
+        raise RecordError(str(error)) from None
+    streams: dict[str | int, Stream] = {}
+    failed = []
+    for where, row in rows:
+        if row.get("error") is not None:
+            failed.append(row.get("id"))
+            continue
+        stream = _stream(row, where, needs_logprobs, header)
+        if stream.id in streams:
+            raise RecordError(f"{where}: id {stream.id!r} is there twice")
+        streams[stream.id] = stream
+    if not streams:
+        raise RecordError(f"{path}: no row with tokens ({len(failed)} rows hold an error)")
+    return Record(Path(path).name, header, tuple(streams.values()), tuple(failed))
+
+
+# --- lines to rows ------------------------------------------------------------------------------
+
+_Row = tuple[str, dict[str, Any]]
+
+
+def _split(path: str | Path) -> tuple[dict[str, Any], list[_Row]]:
+    """The header, and each row with the words that say where it stands."""
+    objects = _objects(path)
+    where, first = next(objects, ("", {}))
+    if not first:
+        raise RecordError(f"{path}: the file is empty")
+    if "header" in first:
+        if not isinstance(first["header"], dict):
+            raise RecordError(f'{where}: "header" is not an object')
+        return first["header"], list(_rows(objects))
+    if not is_foreign(first):
+        raise RecordError(
+            f"{where}: neither a record header, nor a vLLM RequestOutput, nor an OpenAI completion"
+        )
+    return _foreign(path)
+
+
+def _objects(path: str | Path) -> Iterator[_Row]:
+    lines = read_lines(path)
+    start = next(lines, b"")
+    if start.lstrip().startswith(b"["):
+        yield from _listed(path, start + b"".join(lines))
+        return
+    number, line = 1, start
+    while line:
+        where = f"{path}, line {number}"
+        if line.strip():
+            yield where, _json(line, where)
+        number, line = number + 1, next(lines, b"")
+
+
+def _listed(path: str | Path, data: bytes) -> Iterator[_Row]:
+    try:
+        values = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{path}: not valid JSON: {error}") from None
+    for number, value in enumerate(values):
+        if not isinstance(value, dict):
+            raise RecordError(f"{path}, entry {number}: not an object")
+        yield f"{path}, entry {number}", value
+
+
+def _json(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        torn = "the line is cut off" if not line.endswith(b"\n") else "not valid JSON"
+        raise RecordError(f"{where}: {torn}; write the file again") from None
+    if not isinstance(value, dict):
+        raise RecordError(f"{where}: not an object")
+    return value
+
+
+def _rows(objects: Iterable[_Row]) -> Iterator[_Row]:
+    for where, row in objects:
+        if "header" in row:
+            raise RecordError(f"{where}: a second header; the file mixes two runs, split it")
+        if "id" not in row:
+            raise RecordError(f'{where}: no "id"')
+        yield where, row
+
+
+def _foreign(path: str | Path) -> tuple[dict[str, Any], list[_Row]]:
+    rows, models = [], set()
+    engine = "unknown engine"
+    for number, (where, value) in enumerate(_objects(path)):
+        engine, model, row = foreign_row(value, number, where)
+        rows.append((where, row))
+        models |= {model} if model else set()
+    if len(models) > 1:
+        raise RecordError(f"{path}: mixes the models {', '.join(sorted(models))}")
+    header = {"engine": engine}
+    return header | ({"model": {"name": models.pop()}} if models else {}), rows
+
+
+# --- rows to arrays -----------------------------------------------------------------------------
+
+
+def _stream(
+    row: dict[str, Any], where: str, needs_logprobs: bool, header: dict[str, Any]
+) -> Stream:
+    row_id = row["id"]
+    if isinstance(row_id, bool) or not isinstance(row_id, str | int):
+        raise RecordError(f"{where}: id={row_id!r}: expected a string or an integer")
+    where = f"{where} (id {row_id!r})"
+    prompt = _ids(row, "prompt_token_ids", where)
+    tokens = _ids(row, "token_ids", where)
+    if not len(prompt) or not len(tokens):
+        raise RecordError(f"{where}: a prompt or a continuation without tokens")
+    top = _candidates(row.get("top"), tokens, where) if needs_logprobs or "top" in row else None
+    settings = header.get("settings")
+    settings = settings if isinstance(settings, dict) else header
+    batch = row.get("batch", settings.get("max_num_seqs"))
+    return Stream(row_id, prompt, tokens, top, batch if isinstance(batch, int) else None)
+
+
+def _ids(row: dict[str, Any], name: str, where: str) -> np.ndarray:
+    values = row.get(name)
+    if not isinstance(values, list) or any(type(x) is not int for x in values):
+        raise RecordError(f"{where}: {name} is missing or not a list of integers")
+    if values and not 0 <= min(values) <= max(values) < 2**31:
+        raise RecordError(f"{where}: {name} has an id outside [0, 2**31)")
+    return np.array(values, np.int32)
+
+
+def _candidates(top: Any, tokens: np.ndarray, where: str) -> Candidates:
+    if not isinstance(top, list) or not top:
+        raise RecordError(f'{where}: no log-probabilities ("top"); record it with --logprobs 2')
+    if len(top) != len(tokens):
+        raise RecordError(f"{where}: {len(tokens)} tokens, but candidates at {len(top)} positions")
+    positions = []
+    for t, pairs in enumerate(top):
+        if not isinstance(pairs, list) or len(pairs) < 2:
+            raise RecordError(
+                f"{where}, token {t}: fewer than two candidates; --logprobs 2 or more"
+            )
+        positions.append([_pair(pair, f"{where}, token {t}") for pair in pairs])
+        if len({token for token, _ in positions[-1]}) < len(pairs):
+            raise RecordError(f"{where}, token {t}: a candidate is listed twice")
+    return Candidates.of(positions)
+
+
+def _pair(pair: Any, where: str) -> tuple[int, float]:
+    match pair:
+        case [int(token), int() | float() as logprob] if not isinstance(token, bool):
+            if math.isfinite(logprob) and 0 <= token < 2**31:
+                return token, float(logprob)
+    raise RecordError(f"{where}: candidate {pair!r}: expected [id, finite logprob]")
+
+
+# --- what a record is compared with -------------------------------------------------------------
+
+
+def check_vocabulary(record: Record, vocab_size: int) -> None:
+    """Refuses a record of a model with another vocabulary, or with ids outside this one.
+
+    Raises:
+      RecordError: sizes differ, or the row, place and id that is out of range.
+    """
+    theirs = record.model.get("vocab_size")
+    if theirs is not None and theirs != vocab_size:
+        raise RecordError(
+            f"{record.name}: recorded with a vocabulary of {theirs}, but the model has"
+            f" {vocab_size}; it is of another tokenizer"
+        )
+    for stream in record.streams:
+        named = {"prompt_token_ids": stream.prompt, "token_ids": stream.tokens}
+        if stream.top is not None:
+            named["top"] = stream.top.ids
+        for name, ids in named.items():
+            if ids.size and ids.max() >= vocab_size:
+                place = tuple(int(i) for i in np.argwhere(ids >= vocab_size)[0])
+                raise RecordError(
+                    f"{record.name}, row {stream.id!r}: {name}{list(place)}={int(ids[place])},"
+                    f" outside the vocabulary of {vocab_size}"
+                )
+
+
+def check_model(record: Record, identity: dict[str, Any]) -> None:
+    """Refuses a record of a model other than `identity` (of `model_identity`).
+
+    Raises:
+      RecordError: configurations or weights differ; hashes that either side lacks are not compared.
+    """
+    for key, what in (("config_sha256", "configuration"), ("weights_sha256", "weights")):
+        theirs, ours = record.model.get(key), identity.get(key)
+        if theirs and ours and theirs != ours:
+            raise RecordError(
+                f"{record.name}: recorded with other {what} ({record.model.get('name')},"
+                f" {key} {str(theirs)[:12]}…) than {identity.get('name')} ({ours[:12]}…)"
+            )
+
+
+def check_twin(record: Record, twin: Record) -> None:
+    """Refuses a float32 record that is not of the same model and the same tokens as `record`.
+
+    Raises:
+      RecordError: what differs, and how to make the twin.
+    """
+    remedy = f"make it with --teacher-force {record.name} --dtype float32"
+    if twin.dtype not in (None, "float32"):
+        raise RecordError(f"{twin.name}: a {twin.dtype} record, expected float32; {remedy}")
+    check_model(record, twin.model)
+    theirs = {stream.id: stream for stream in twin.streams}
+    for stream in record.streams:
+        other = theirs.get(stream.id)
+        if other is None:
+            raise RecordError(f"{twin.name}: no row {stream.id!r} of {record.name}; {remedy}")
+        if other.sequence != stream.sequence or len(other.tokens) != len(stream.tokens):
+            raise RecordError(f"{twin.name}, row {stream.id!r}: other tokens; {remedy}")
