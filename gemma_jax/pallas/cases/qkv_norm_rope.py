@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gemma_jax.numerics import Numerics, Rounding
-from gemma_jax.pallas.cases import Case
+from gemma_jax.pallas.cases import Case, array, normal
 from gemma_jax.pallas.qkv_norm_rope import CacheWrite, QkvOutput, qkv_norm_rope
 
 EPS = 1e-6
@@ -51,25 +52,23 @@ class Heads:
 
     def inputs(self, seed: int) -> dict[str, Any]:
         n, h = self.tokens, self.head_dim
-        keys = iter(jax.random.split(jax.random.key(seed), 8))
-
-        def normal(*shape: int) -> jax.Array:
-            return jax.random.normal(next(keys), shape, jnp.float32).astype(self.dtype)
-
-        angles = jax.random.uniform(next(keys), (n, h // 2), jnp.float32, 0.0, 6.3)
-        angles = jnp.where(jnp.arange(h // 2) < self.rotated * (h // 2), angles, 0.0)
+        draw = functools.partial(normal(seed), dtype=self.dtype)
+        generator = np.random.default_rng(seed + 1)
+        angles = generator.uniform(0.0, 6.3, (n, h // 2))
+        angles = np.where(np.arange(h // 2) < self.rotated * (h // 2), angles, 0.0)
         arrays = {
-            "qkv": normal(n, self.kv_heads, self.heads, h),
-            "q_weight": normal(h),
-            "k_weight": normal(h) if self.owner else None,
-            "cos": jnp.cos(angles).astype(self.dtype),
-            "sin": jnp.sin(angles).astype(self.dtype),
+            "qkv": draw((n, self.kv_heads, self.heads, h)),
+            "q_weight": draw((h,)),
+            "k_weight": draw((h,)) if self.owner else None,
+            "cos": array(np.cos(angles), self.dtype),
+            "sin": array(np.sin(angles), self.dtype),
         }
         if self.page:
             shape = (self.pages, self.page, self.kv_heads, h)
-            slots = jax.random.permutation(next(keys), self.pages * self.page)[:n]
-            arrays["k_cache"], arrays["v_cache"] = normal(*shape), normal(*shape)
-            arrays["slots"] = slots.astype(jnp.int32).at[::3].set(-1)
+            slots = generator.permutation(self.pages * self.page)[:n]
+            slots[::3] = -1
+            arrays["k_cache"], arrays["v_cache"] = draw(shape), draw(shape)
+            arrays["slots"] = array(slots, "int32")
         return arrays
 
     def call(
