@@ -3,8 +3,8 @@
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ class Case:
       call: runs the op; takes those arrays and `implementation`, returns arrays.
       bench: a shape of a published model, worth timing; the others only test edges.
       in_place: the op updates one of its inputs.
+      baselines: other programs of the same arrays and results, by name, only to be timed against.
       flops, bytes: work counted once: unmasked products, each input read and output written once.
     """
 
@@ -33,6 +34,7 @@ class Case:
     call: Callable[..., Any]
     bench: bool = False
     in_place: bool = False
+    baselines: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     flops: float = 0.0
     bytes: float = 0.0
 

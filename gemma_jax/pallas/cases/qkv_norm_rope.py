@@ -7,10 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from gemma_jax.model.layers import rms_norm
+from gemma_jax.model.rope import apply_rope
 from gemma_jax.numerics import Numerics, Rounding
 from gemma_jax.pallas.cases import Case, array, normal
-from gemma_jax.pallas.qkv_norm_rope import CacheWrite, QkvOutput, qkv_norm_rope
+from gemma_jax.pallas.qkv_norm_rope import CacheWrite, QkvOutput, qkv_norm_rope, write_slots
 
 EPS = 1e-6
 
@@ -30,7 +33,6 @@ class Heads:
     owner: bool = True
     has_v: bool = True
     page: int = 0
-    emit_kv: bool = True
     rotated: float = 1.0
     dtype: str = "bfloat16"
     rounding: Rounding = "hf"
@@ -46,7 +48,7 @@ class Heads:
     @property
     def bytes(self) -> int:
         """The projection, the tables, q, and k and v as often as they are written."""
-        copies = 2 * (self.emit_kv + (self.page > 0)) if self.owner else 0
+        copies = 2 * (1 + (self.page > 0)) if self.owner else 0
         elements = self.kv_heads * (self.heads + self.groups + copies) + 1
         return self.tokens * elements * self.head_dim * jnp.dtype(self.dtype).itemsize
 
@@ -88,34 +90,62 @@ class Heads:
             cache = CacheWrite(k_cache, v_cache, slots)
         return qkv_norm_rope(
             qkv, q_weight, k_weight, cos, sin, num_groups=self.groups, has_v=self.has_v, eps=EPS,
-            numerics=Numerics(self.dtype, self.rounding), cache=cache, emit_kv=self.emit_kv,
+            numerics=Numerics(self.dtype, self.rounding), cache=cache,
             implementation=implementation,
         )  # fmt: skip
+
+    def unfused(
+        self,
+        qkv: jax.Array,
+        q_weight: jax.Array,
+        k_weight: jax.Array | None,
+        cos: jax.Array,
+        sin: jax.Array,
+        k_cache: jax.Array | None = None,
+        v_cache: jax.Array | None = None,
+        slots: jax.Array | None = None,
+    ) -> QkvOutput:
+        """The op as a framework runs it eagerly: every step a kernel that XLA may not fuse."""
+        numerics = Numerics(self.dtype, self.rounding)
+
+        def norm(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+            return lax.optimization_barrier(rms_norm(x, weight, EPS, numerics))
+
+        def rope(x: jax.Array) -> jax.Array:
+            return lax.optimization_barrier(apply_rope(x, (cos, sin), numerics))
+
+        q = lax.optimization_barrier(qkv[:, :, : self.groups])
+        if k_weight is None:
+            return QkvOutput(rope(norm(q, q_weight)))
+        k, v = lax.optimization_barrier((qkv[:, :, self.groups], qkv[:, :, -1]))
+        q, k, v = rope(norm(q, q_weight)), rope(norm(k, k_weight)), norm(v, None)
+        if k_cache is None or v_cache is None or slots is None:
+            return QkvOutput(q, k, v)
+        return QkvOutput(q, k, v, write_slots(k_cache, k, slots), write_slots(v_cache, v, slots))
 
 
 def heads_case(name: str, heads: Heads, bench: bool = False) -> Case:
     return Case(
         "qkv_norm_rope", name, heads.inputs, heads.call, bench,
-        in_place=heads.page > 0, bytes=float(heads.bytes),
+        in_place=heads.page > 0, baselines={"unfused": heads.unfused}, bytes=float(heads.bytes),
     )  # fmt: skip
 
 
 _shared = functools.partial(Heads, owner=False, has_v=False)
-_prefill = functools.partial(Heads, page=128)
-_decode = functools.partial(Heads, page=128, emit_kv=False)
+_cached = functools.partial(Heads, page=128)
 
 CASES = [
-    heads_case("e2b sliding, 16384 tokens", _prefill(16_384, 1, 8, 256), bench=True),
-    heads_case("e2b full, 16384 tokens", _prefill(16_384, 1, 8, 512, rotated=0.25), bench=True),
+    heads_case("e2b sliding, 16384 tokens", _cached(16_384, 1, 8, 256), bench=True),
+    heads_case("e2b full, 16384 tokens", _cached(16_384, 1, 8, 512, rotated=0.25), bench=True),
     heads_case("e2b sliding shared, 16384 tokens", _shared(16_384, 1, 8, 256), bench=True),
-    heads_case("e2b sliding, 1 token", _decode(1, 1, 8, 256), bench=True),
-    heads_case("e2b full, 1 token", _decode(1, 1, 8, 512, rotated=0.25), bench=True),
+    heads_case("e2b sliding, 1 token", _cached(1, 1, 8, 256), bench=True),
+    heads_case("e2b full, 1 token", _cached(1, 1, 8, 512, rotated=0.25), bench=True),
     heads_case("e2b sliding shared, 1 token", _shared(1, 1, 8, 256), bench=True),
-    heads_case("e2b sliding, 64 tokens", _decode(64, 1, 8, 256), bench=True),
-    heads_case("e4b sliding, 8192 tokens", _prefill(8192, 2, 4, 256), bench=True),
-    heads_case("31b sliding, 4096 tokens", _prefill(4096, 16, 2, 256), bench=True),
+    heads_case("e2b sliding, 64 tokens", _cached(64, 1, 8, 256), bench=True),
+    heads_case("e4b sliding, 8192 tokens", _cached(8192, 2, 4, 256), bench=True),
+    heads_case("31b sliding, 4096 tokens", _cached(4096, 16, 2, 256), bench=True),
     heads_case(
-        "31b full, 4096 tokens", _prefill(4096, 4, 8, 512, has_v=False, rotated=0.25), bench=True
+        "31b full, 4096 tokens", _cached(4096, 4, 8, 512, has_v=False, rotated=0.25), bench=True
     ),
     heads_case("one token, e2b sliding", Heads(1, 1, 8, 256, page=4)),
     heads_case("e2b full", Heads(2, 1, 8, 512, page=4, rotated=0.25)),
@@ -123,8 +153,8 @@ CASES = [
     heads_case("e4b full", Heads(2, 2, 4, 512, rotated=0.25)),
     heads_case("12b full, k = v", Heads(2, 1, 16, 512, has_v=False, page=2, rotated=0.25)),
     heads_case("26b sliding", Heads(2, 8, 2, 256, page=4)),
-    heads_case("31b full, k = v", Heads(3, 4, 8, 512, has_v=False, page=4, emit_kv=False)),
-    heads_case("cache only", Heads(7, 2, 4, 32, page=4, emit_kv=False)),
+    heads_case("31b full, k = v", Heads(3, 4, 8, 512, has_v=False, page=4)),
+    heads_case("two key heads", Heads(7, 2, 4, 32, page=4)),
     heads_case("no cache", Heads(7, 2, 4, 32)),
     heads_case("vllm", Heads(5, 1, 8, 64, page=4, rotated=0.25, rounding="vllm")),
     heads_case("vllm shared", _shared(5, 1, 2, 64, rounding="vllm")),
