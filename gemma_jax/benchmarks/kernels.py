@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ from gemma_jax.benchmarks.rows import Report, Row, Source, command_line, peak_me
 from gemma_jax.errors import UnsupportedError
 from gemma_jax.pallas.cases import Case, all_cases
 
-IMPLEMENTATIONS = ("reference", "xla", "cudnn", "triton", "mosaic")
+BASELINES = ("unfused",)
+IMPLEMENTATIONS = ("reference", *BASELINES, "xla", "cudnn", "triton", "mosaic")
+RATIOS = {"reference": "speedup_over_reference", "unfused": "speedup_over_unfused"}
+"""Implementations that the later ones of a case are compared with, and the field of the ratio."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Times the chosen cases; the exit code is 1 if one failed."""
+    """Times the chosen cases; the exit code is 1 if one failed, not if one is unsupported."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     args = parser.parse_args(given)
@@ -27,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ceilings = _ceilings(report)
     for case in cases:
         measure_case(case, args, ceilings, report, command_line("kernels", given))
-    return report.finish()
+    return report.finish(allowed=("ok", "unsupported"))
 
 
 def chosen_cases(ops: Sequence[str] | None, names: Sequence[str] | None) -> list[Case]:
@@ -46,42 +49,52 @@ def _contains(text: str, parts: Sequence[str] | None) -> bool:
 def measure_case(
     case: Case, args: argparse.Namespace, ceilings: Ceilings, report: Report, command: str
 ) -> None:
-    """A row for each implementation that takes the case, with its ratio to plain jax.numpy."""
+    """A row for each implementation, with its ratio to plain jax.numpy and to the baselines.
+
+    One that does not take the case has a row only if it was named.
+    """
     sets = [case.inputs(args.seed + i) for i in range(rotations(case.bytes))]
-    base: float | None = None
+    bases: dict[str, float] = {}
     for name in args.implementation or IMPLEMENTATIONS:
         row = Row(f"kernels-{case.op}", case.name, name, command=command)
         try:
-            call = _calling(case, name)
-            timing = time_kernel(call, sets, args.num_calls, case.in_place)
-        except UnsupportedError:
-            continue
+            timing = time_kernel(_calling(case, name), sets, args.num_calls, case.in_place)
         except Exception as error:
             row.fail(error)
-            report.add(row)
-            print(f"{case.op:>20} {case.name:<40} {name:>10} {row.status}: {row.note[:120]}")
+            if row.status != "unsupported" or args.implementation:
+                report.add(row)
+                print(f"{case.op:>20} {case.name:<40} {name:>10} {row.status}: {row.note[:120]}")
             continue
         for field, value in timing.fields().items():
             setattr(row, field, value)
-        base = timing.median_ms if name == "reference" else base
-        row.derived = _rates(case, timing.median_ms, ceilings, base)
+        if name in RATIOS:
+            bases[name] = timing.median_ms
+        row.derived = _rates(case, timing.median_ms, ceilings, bases)
         row.peak_memory_bytes = peak_memory_bytes()
         report.add(row)
         print(_summary(case, row), flush=True)
 
 
-def _calling(case: Case, implementation: str):
+def _calling(case: Case, implementation: str) -> Callable[..., Any]:
+    if implementation in case.baselines:
+        return case.baselines[implementation]
+    if implementation in BASELINES:
+        raise UnsupportedError(f"{case.op} has no baseline {implementation!r}")
     return lambda **inputs: case.call(**inputs, implementation=implementation)
 
 
-def _rates(case: Case, ms: float, ceilings: Ceilings, base: float | None) -> dict[str, Any]:
+def _rates(
+    case: Case, ms: float, ceilings: Ceilings, bases: Mapping[str, float]
+) -> dict[str, float | None]:
     flops, bandwidth = case.flops / ms * 1e3, case.bytes / ms * 1e3
+    ratios = {RATIOS[name]: base / ms for name, base in bases.items()}
     return {
         "flops_per_s": flops,
         "mfu": flops / ceilings.flops,
         "bytes_per_s": bandwidth,
         "mbu": bandwidth / ceilings.bandwidth,
-        "speedup_over_reference": None if base is None else base / ms,
+        "speedup_over_reference": None,
+        **ratios,
     }
 
 

@@ -75,7 +75,6 @@ def qkv_norm_rope_reference(
     eps: float,
     numerics: Numerics,
     cache: CacheWrite | None = None,
-    emit_kv: bool = True,
 ) -> QkvOutput:
     """The op in plain jnp; float64 arguments give the exact result."""
     rope = functools.partial(apply_rope, tables=(cos, sin), numerics=numerics)
@@ -87,11 +86,12 @@ def qkv_norm_rope_reference(
     v = rms_norm(raw_v, None, eps, numerics)
     written = (None, None)
     if cache is not None:
-        written = _store(cache.k, k, cache.slots), _store(cache.v, v, cache.slots)
-    return QkvOutput(q, *((k, v) if emit_kv else (None, None)), *written)
+        written = write_slots(cache.k, k, cache.slots), write_slots(cache.v, v, cache.slots)
+    return QkvOutput(q, k, v, *written)
 
 
-def _store(pages: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
+def write_slots(pages: jax.Array, values: jax.Array, slots: jax.Array) -> jax.Array:
+    """pages [pages, page, K, H] with values [N, K, H] at the slots of a `CacheWrite`."""
     flat = _flat(pages)
     where = jnp.where(slots < 0, flat.shape[0], slots)  # past the end: dropped
     return flat.at[where].set(values, mode="drop", unique_indices=True).reshape(pages.shape)
@@ -196,8 +196,7 @@ def _keys(ref: Refs, tile: _Tile, plan: _Plan) -> None:
     k = rotate(_normalise(raw_k, weight, plan), tables, plan.numerics)
     v = _normalise(raw_v, None, plan)
     for name, halves in (("k", k), ("v", v)):
-        if name in ref:
-            _store_rows(ref[name], tile, (tile.kv_head,), halves, plan)
+        _store_rows(ref[name], tile, (tile.kv_head,), halves, plan)
         if f"{name}_cache" in ref:
             _store_slots(ref[f"{name}_cache"], ref["slots"], tile, halves, plan)
 
@@ -261,9 +260,7 @@ def _store_slots(ref: Any, slots_ref: Any, tile: _Tile, halves: Halves, plan: _P
 # --- wrapper -------------------------------------------------------------------------------------
 
 
-@functools.partial(
-    jax.jit, static_argnames=("num_groups", "has_v", "eps", "numerics", "emit_kv", "config")
-)
+@functools.partial(jax.jit, static_argnames=("num_groups", "has_v", "eps", "numerics", "config"))
 def _qkv_norm_rope_pallas(
     qkv: jax.Array,
     q_weight: jax.Array,
@@ -276,7 +273,6 @@ def _qkv_norm_rope_pallas(
     eps: float,
     numerics: Numerics,
     cache: CacheWrite | None = None,
-    emit_kv: bool = True,
     config: Config | None = None,
 ) -> QkvOutput:
     n, num_kv_heads, _, h = qkv.shape
@@ -292,8 +288,7 @@ def _qkv_norm_rope_pallas(
     aliases = {}
     if k_weight is not None:
         inputs["k_weight"] = k_weight
-        if emit_kv:
-            outputs |= {name: shape((n, num_kv_heads, h), qkv.dtype) for name in ("k", "v")}
+        outputs |= {name: shape((n, num_kv_heads, h), qkv.dtype) for name in ("k", "v")}
         if cache is not None:
             inputs |= {
                 "slots": cache.slots[:, None],
@@ -337,7 +332,6 @@ def qkv_norm_rope(
     eps: float,
     numerics: Numerics,
     cache: CacheWrite | None = None,
-    emit_kv: bool = True,
     implementation: Implementation | None = None,
 ) -> QkvOutput:
     """Normed and rotated q and k, normed v, of a fused projection.
@@ -350,13 +344,12 @@ def qkv_norm_rope(
       has_v: whether an owner layer has a v head; otherwise v is made of the raw k head.
       eps: of the norms.
       cache: also stores k and v in place: donate its arrays, or XLA copies them first.
-      emit_kv: whether k and v are also returned as fresh arrays, which prefill attends to.
       implementation: None picks the fastest that supports the inputs; a name runs or raises.
     Raises:
       UnsupportedError: the named implementation cannot take these inputs.
       ValueError: shapes that do not fit each other.
     """
-    _check(qkv, k_weight, cos, num_groups, has_v, cache, emit_kv)
+    _check(qkv, k_weight, cos, num_groups, has_v, cache)
     choices = {
         "triton": Choice(_qkv_norm_rope_pallas, functools.partial(_unsupported, qkv, numerics)),
         "reference": Choice(qkv_norm_rope_reference),
@@ -364,11 +357,11 @@ def qkv_norm_rope(
     run = dispatch("qkv_norm_rope", implementation, choices, _describe(qkv, cache))
     return run(
         qkv, q_weight, k_weight, cos, sin, num_groups=num_groups, has_v=has_v, eps=eps,
-        numerics=numerics, cache=cache, emit_kv=emit_kv,
+        numerics=numerics, cache=cache,
     )  # fmt: skip
 
 
-def _check(qkv, k_weight, cos, num_groups: int, has_v: bool, cache, emit_kv: bool) -> None:
+def _check(qkv, k_weight, cos, num_groups: int, has_v: bool, cache) -> None:
     n, _, heads, h = qkv.shape
     owner = k_weight is not None
     expected = num_groups + (1 + has_v if owner else 0)
@@ -378,8 +371,6 @@ def _check(qkv, k_weight, cos, num_groups: int, has_v: bool, cache, emit_kv: boo
         raise ValueError(f"cos{list(cos.shape)}: expected [{n}, {h // 2}] for qkv{list(qkv.shape)}")
     if cache is not None and not owner:
         raise ValueError("cache: a KV-shared layer has no k and v to store")
-    if owner and cache is None and not emit_kv:
-        raise ValueError("emit_kv=False without a cache: k and v would go nowhere")
 
 
 def _unsupported(qkv: jax.Array, numerics: Numerics, device: Device) -> str | None:

@@ -9,6 +9,7 @@ from gemma_jax.benchmarks import kernels, profile
 from gemma_jax.benchmarks.ceilings import Ceilings
 from gemma_jax.benchmarks.kernel_timing import L2_BYTES, rotations, time_kernel
 from gemma_jax.benchmarks.profile import Event
+from gemma_jax.benchmarks.timing import Timing
 from gemma_jax.pallas.cases import all_cases
 
 FIELDS = {
@@ -56,6 +57,37 @@ def test_a_failing_case_is_a_row_and_an_exit_code(tmp_path, monkeypatch, no_ceil
     assert kernels.main([*chosen, "--output-json", str(path)]) == 1
     (row,) = map(json.loads, path.read_text().splitlines())
     assert (row["status"], row["note"], row["median_ms"]) == ("oom", "MemoryError: too large", None)
+
+
+def test_a_named_implementation_that_cannot_take_a_case_has_a_row(tmp_path, no_ceilings):
+    path = tmp_path / "rows.jsonl"
+    names = [text for name in ("cudnn", "unfused") for text in ("--implementation", name)]
+    chosen = ["--op", "gelu_gate", "--case", "1 token", *names, "--output-json", str(path)]
+    assert kernels.main(chosen) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["implementation"], row["status"]) for row in rows] == [
+        ("cudnn", "unsupported"), ("unfused", "unsupported"),
+    ]  # fmt: skip
+    assert "gelu_gate" in rows[0]["note"]
+    assert "has no baseline 'unfused'" in rows[1]["note"]
+
+
+def test_a_kernel_is_compared_with_the_unfused_chain(monkeypatch, tmp_path, no_ceilings):
+    times = iter([4.0, 6.0, 2.0])
+    monkeypatch.setattr(
+        kernels, "time_kernel", lambda *_: Timing(first_ms=9.0, samples_ms=[next(times)], warmup=1)
+    )
+    path = tmp_path / "rows.jsonl"
+    names = [
+        text for name in ("reference", "unfused", "triton") for text in ("--implementation", name)
+    ]
+    chosen = ["--op", "qkv_norm_rope", "--case", "e2b full, 1 token", *names]
+    assert kernels.main([*chosen, "--output-json", str(path)]) == 0
+    reference, unfused, triton = map(json.loads, path.read_text().splitlines())
+    assert "speedup_over_unfused" not in reference["derived"]
+    assert unfused["derived"]["speedup_over_unfused"] == 1.0
+    assert triton["derived"]["speedup_over_unfused"] == 3.0
+    assert triton["derived"]["speedup_over_reference"] == 2.0
 
 
 def test_names_are_chosen_by_any_of_the_texts_in_either_case():

@@ -65,12 +65,14 @@ def assert_equal(actual, expected):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(e, np.float32))
 
 
-def poison_out_of_bounds(monkeypatch):
+def poison_out_of_bounds(monkeypatch, *wrappers):
     """From here on an access past the end of an axis that no mask forbids turns results into NaN.
 
     A GPU checks no bounds and the interpreter hides it: it clamps loads and drops stores.
+    `wrappers` are the jitted ones of the kernels: what they traced before would not be checked.
     """
-    jax.clear_caches()  # kernels traced before this would not be checked
+    for wrapper in wrappers:
+        wrapper.clear_cache()
     load, store = triton_api.load, triton_api.store
 
     def checked_load(ref, *, mask=None, **keywords):

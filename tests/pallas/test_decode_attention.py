@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import edge_cases
+from kernel_checks import compiled, edge_cases
 
 from gemma_jax.errors import UnsupportedError
 from gemma_jax.model.attention import KeyBlock, attend
 from gemma_jax.model.cache import read_rows, slot_positions
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas import decode_attention as ops
-from gemma_jax.pallas.cases import all_cases
+from gemma_jax.pallas.cases import all_cases, array
 from gemma_jax.pallas.cases.decode_attention import Geometry, attention_case
 from gemma_jax.pallas.cases.decode_attention_step import step_case
 from gemma_jax.pallas.decode_attention import Config
@@ -29,7 +29,8 @@ STEP = [c for c in all_cases("decode_attention_step") if not c.bench]
 
 
 def run(case, arrays, implementation):
-    return jax.jit(functools.partial(case.call, implementation=implementation))(**arrays)
+    call = functools.partial(case.call, implementation=implementation)
+    return compiled(lambda arrays: call(**arrays))(arrays)
 
 
 def named(cases):
@@ -41,7 +42,7 @@ def exact(case, arrays):
     with jax.enable_x64(True):
         floats = jnp.floating
         wide = {
-            name: x if x is None or not jnp.issubdtype(x.dtype, floats) else x.astype(jnp.float64)
+            name: x if x is None or not jnp.issubdtype(x.dtype, floats) else array(x, "float64")
             for name, x in arrays.items()
         }
         out = run(case, wide, "reference")
@@ -127,7 +128,7 @@ def check_config(geometry, config):
         numerics=Numerics(),
         config=config,
     )
-    program = jax.jit(lambda arrays: (call(**arrays), call(**arrays)))
+    program = compiled(lambda arrays: (call(**arrays), call(**arrays)))
     first, second = program(arrays)  # the second finds the counters as the first leaves them
     check_close(case, arrays, first)
     np.testing.assert_array_equal(np.asarray(first, np.float32), np.asarray(second, np.float32))
@@ -151,7 +152,7 @@ def test_split_step_equals_the_unsplit_one():
         ops._step_pallas, groups=4, eps=1e-6, slots=96, window=70, numerics=Numerics()
     )
     one, split = (
-        jax.jit(functools.partial(call, config=config))(**arrays)
+        compiled(lambda arrays, config=config: call(**arrays, config=config))(arrays)
         for config in (Config(32, 4, 2), Config(16, 4, 2, 4))
     )
     for a, b in zip(one, split, strict=True):

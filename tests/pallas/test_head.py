@@ -86,7 +86,7 @@ def test_padding_of_the_last_block_never_wins():
 def test_no_access_passes_an_end(vocabulary, monkeypatch):
     logits = greedy_case("ends", 2, vocabulary).inputs(0)["logits"]
     expected = op._block_best_xla(logits, SOFTCAP, Numerics())
-    poison_out_of_bounds(monkeypatch)
+    poison_out_of_bounds(monkeypatch)  # its wrapper is not jitted
     best = compiled(lambda z: op._block_best_pallas(z, SOFTCAP, Numerics()))(logits)
     assert_equal(best, expected)
 

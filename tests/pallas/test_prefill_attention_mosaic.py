@@ -13,8 +13,9 @@ from gemma_jax.errors import UnsupportedError
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas import prefill_attention_mosaic as mosaic
 from gemma_jax.pallas.device import Device
+from gemma_jax.pallas.mosaic_work import ALIGN, Config, Shape, meta_of, work_of
 from gemma_jax.pallas.prefill_attention import prefill_attention_reference
-from gemma_jax.pallas.prefill_attention_mosaic import Config, prefill_attention_mosaic
+from gemma_jax.pallas.prefill_attention_mosaic import prefill_attention_mosaic
 from gemma_jax.pallas.segments import Segments
 from gemma_jax.testing import aot
 
@@ -85,7 +86,7 @@ def test_interpreted_kernel_ignores_poisoned_padding(name):
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("full, context, rows off the tiles", replace(FULL, turns=3 - FULL.turns, cluster=1)),
+        ("full, context, rows off the tiles", replace(FULL, cluster=1)),
         ("sliding, window inside a tile", Config("split", groups=2, v_slots=3)),
     ],
 )
@@ -115,15 +116,15 @@ def test_each_row_is_stored_once_and_each_seen_key_loaded(batch, window, group, 
     keys = lengths + np.array([p for _, p in batch], np.int32)
     rows = int(lengths.sum()) + spare
     config = replace(FULL, cluster=cluster)
-    shape = mosaic._Shape(
+    shape = Shape(
         batch=len(batch), kv_heads=1, group=group, fold=1, head_dim=512, window=window,
         max_q_len=max(1, int(lengths.max())), config=config,
     )  # fmt: skip
     segments = Segments.packed(lengths, keys)
-    meta = np.asarray(mosaic._meta(segments, rows))
+    meta = np.asarray(meta_of(segments, rows))
     stored = np.zeros(rows, int)
     index, block = np.divmod(np.arange(shape.clusters * cluster, dtype=np.int32), cluster)
-    works = jax.vmap(lambda i, b: vars(mosaic._work(shape, jnp.asarray(meta), i, b)))(index, block)
+    works = jax.vmap(lambda i, b: vars(work_of(shape, jnp.asarray(meta), i, b)))(index, block)
     stride = shape.tiles * shape.cluster_tokens
     for i in range(len(index)):
         work = {name: int(x[i]) for name, x in works.items()}
@@ -136,18 +137,18 @@ def test_each_row_is_stored_once_and_each_seen_key_loaded(batch, window, group, 
             first_key = 0 if window is None else max(0, position - window + 1)
             assert work["k_position"] <= first_key
             assert position < work["k_position"] + work["steps"] * config.block_kv
-        assert work["k_row"] % mosaic.ALIGN == work["q_row"] % mosaic.ALIGN == 0
+        assert work["k_row"] % ALIGN == work["q_row"] % ALIGN == 0
     np.testing.assert_array_equal(stored, 1)
 
 
 def test_tiles_outside_the_window_are_not_loaded():
-    shape = mosaic._Shape(
+    shape = Shape(
         batch=1, kv_heads=1, group=8, fold=1, head_dim=256, window=512, max_q_len=4096,
         config=SLIDING,
     )  # fmt: skip
     segments = Segments.packed(np.array([4096], np.int32))
-    work = mosaic._work(shape, mosaic._meta(segments, 4096), jnp.int32(4), jnp.int32(0))
-    span = 512 + shape.cluster_tokens - 1 + mosaic.ALIGN - 1
+    work = work_of(shape, meta_of(segments, 4096), jnp.int32(4), jnp.int32(0))
+    span = 512 + shape.cluster_tokens - 1 + ALIGN - 1
     assert int(work.steps) <= -(-span // SLIDING.block_kv)
 
 
@@ -189,7 +190,6 @@ def test_refusal_is_an_error():
         Config("split", k_columns=96),
         Config("split", v_columns=48),
         Config("split", block_kv=96),
-        Config("split", turns=2, p_slots=1),
         Config("joined", groups=2),
         Config("split", k_slots=9),
     ],

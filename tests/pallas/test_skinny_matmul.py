@@ -64,8 +64,7 @@ def exact(case):
     """The reference in float64, on the CPU."""
     inputs = jax.tree.map(lambda x: np.asarray(x, np.float64), case.inputs(0))
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        out = case.call(**jax.tree.map(jnp.asarray, inputs), implementation="reference")
-        return [np.asarray(x) for x in jax.tree.leaves(out)]
+        return run(case, "reference", jax.tree.map(jnp.asarray, inputs))
 
 
 def check(case, implementation="triton"):
@@ -80,7 +79,8 @@ def check(case, implementation="triton"):
 @pytest.fixture
 def nan_outside(monkeypatch):
     """Accesses past an end that no mask forbids give NaN."""
-    poison_out_of_bounds(monkeypatch)
+    kernels = skinny_module._skinny_matmul_triton, norm_module._norm_matmul_triton
+    poison_out_of_bounds(monkeypatch, *kernels)
 
 
 @edge_cases(ALL, "skinny_matmul: 3 rows", "norm_matmul: product alone")
@@ -140,14 +140,15 @@ def test_result_does_not_depend_on_the_number_of_blocks():
 def test_reference_is_the_model(numerics):
     case = norm_cases.step_case("mlp", norm_cases.GATE_UP, 3, 24, 96, numerics)
     i = case.inputs(1)
-    h, out = run(case, "reference", i)
-    update = layers.rms_norm(i["y"], i["post_weight"], 1e-6, numerics)
-    expected_h = layers.add(i["h"], update, numerics)
-    x = layers.rms_norm(expected_h, i["pre_weight"], 1e-6, numerics)
-    z = numerics.einsum("bk,cnk->bcn", x, i["w"])
-    expected = layers.gelu_mul(z[:, 0], z[:, 1], numerics)
+
+    def model(h, y, post_weight, pre_weight, w):
+        h = layers.add(h, layers.rms_norm(y, post_weight, 1e-6, numerics), numerics)
+        x = layers.rms_norm(h, pre_weight, 1e-6, numerics)
+        z = numerics.einsum("bk,cnk->bcn", x, w)
+        return h, layers.gelu_mul(z[:, 0], z[:, 1], numerics)
+
     tolerance = 1e-5 if numerics.is_float32 else 0.0
-    for actual, wanted in ((h, expected_h), (out, expected)):
+    for actual, wanted in zip(run(case, "reference", i), leaves(model, i), strict=True):
         wanted = np.asarray(wanted, np.float32)
         np.testing.assert_allclose(actual.astype(np.float32), wanted, tolerance, tolerance)
 

@@ -3,13 +3,14 @@
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Case:
       call: runs the op; takes those arrays and `implementation`, returns arrays.
       bench: a shape of a published model, worth timing; the others only test edges.
       in_place: the op updates one of its inputs.
+      baselines: other programs of the same arrays and results, by name, only to be timed against.
       flops, bytes: work counted once: unmasked products, each input read and output written once.
     """
 
@@ -32,6 +34,7 @@ class Case:
     call: Callable[..., Any]
     bench: bool = False
     in_place: bool = False
+    baselines: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     flops: float = 0.0
     bytes: float = 0.0
 
@@ -47,15 +50,27 @@ def all_cases(file: str | None = None) -> list[Case]:
     return cases
 
 
+def array(values: ArrayLike, dtype: str) -> jax.Array:
+    """The array on the device; unlike `jnp.asarray` this compiles no conversion of its shape."""
+    return jax.device_put(np.asarray(values).astype(jnp.dtype(dtype)))
+
+
 def normal(seed: int) -> Callable[..., jax.Array]:
-    """draw(shape, dtype, scale=1.0): small arrays by numpy, which compiles nothing, or by jax."""
+    """draw(shape, dtype, scale=1.0, used=None): small arrays by numpy, which compiles nothing.
+
+    `used`, one bool for each index of the first axis, has NaN in all others.
+    """
     generator = np.random.default_rng(seed)
 
-    def draw(shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> jax.Array:
+    def draw(
+        shape: tuple[int, ...], dtype: str, scale: float = 1.0, used: np.ndarray | None = None
+    ) -> jax.Array:
+        mask = True if used is None else used.reshape(-1, *(1,) * (len(shape) - 1))
         if math.prod(shape) < 1 << 20:
             small = np.float32(scale) * generator.standard_normal(shape, np.float32)
-            return jnp.asarray(small, dtype)
+            return array(np.where(mask, small, np.nan), dtype)
         key = jax.random.key(generator.integers(1 << 31))
-        return scale * jax.random.normal(key, shape, dtype)
+        large = scale * jax.random.normal(key, shape, dtype)
+        return large if used is None else jnp.where(mask, large, jnp.nan)
 
     return draw

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas.cases import Case, normal
+from gemma_jax.pallas.cases import Case, array, normal
 from gemma_jax.pallas.decode_attention import decode_attention
 
 
@@ -47,7 +47,7 @@ class Geometry:
     def cache(self, seed: int, holes: bool) -> dict[str, jax.Array]:
         """lengths, k_cache, v_cache, and page_table if paged; `holes`: NaN where never written."""
         draw = normal(seed)
-        lengths = jnp.asarray(self.lengths, jnp.int32)
+        lengths = array(self.lengths, "int32")
         own, spare = self.batch * self.slots // self.page, 3
         heads = (self.page, self.kv_heads, self.head_dim)
         if not holes:
@@ -63,10 +63,10 @@ class Geometry:
             pages.append(np.full((own + spare, *heads), np.nan, np.float32))
             values = np.asarray(draw((own, *heads), "float32"))
             pages[-1][order] = np.where(written.reshape(own, self.page, 1, 1), values, np.nan)
-        k, v = (jnp.asarray(x, self.dtype) for x in pages)
+        k, v = (array(x, self.dtype) for x in pages)
         found = {"k_cache": k, "v_cache": v, "lengths": lengths}
         if self.paged:
-            found["page_table"] = jnp.asarray(order.reshape(self.batch, -1), jnp.int32)
+            found["page_table"] = array(order.reshape(self.batch, -1), "int32")
         return found
 
 
@@ -74,7 +74,7 @@ def _inputs(geometry: Geometry, holes: bool, seed: int) -> dict[str, Any]:
     g = geometry
     shape = (g.batch, g.queries, g.kv_heads, g.groups, g.head_dim)
     q = np.random.default_rng(seed + 1).standard_normal(shape, np.float32) * 2 * g.head_dim**-0.5
-    return {"q": jnp.asarray(q, g.dtype), **g.cache(seed, holes)}
+    return {"q": array(q, g.dtype), **g.cache(seed, holes)}
 
 
 def attention_case(name: str, geometry: Geometry, bench: bool = False) -> Case:

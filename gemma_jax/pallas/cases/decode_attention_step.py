@@ -3,11 +3,10 @@
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from gemma_jax.numerics import Numerics, Rounding
-from gemma_jax.pallas.cases import Case
+from gemma_jax.pallas.cases import Case, array
 from gemma_jax.pallas.cases.decode_attention import E2B, Geometry
 from gemma_jax.pallas.decode_attention import decode_attention_step
 
@@ -25,8 +24,8 @@ def _inputs(geometry: Geometry, fresh: int, holes: bool, seed: int) -> dict[str,
     rotated = np.arange(half) < half // 2
     angles = (np.asarray(g.lengths)[:, None] - 1) * rotated * 1e4 ** -(np.arange(half) / half)
     drawn = {"qkv": qkv, "q_weight": q_weight, "cos": np.cos(angles), "sin": np.sin(angles)}
-    arrays: dict[str, Any] = {name: jnp.asarray(x, g.dtype) for name, x in drawn.items()}
-    arrays["k_weight"] = jnp.asarray(k_weight, g.dtype) if fresh else None
+    arrays: dict[str, Any] = {name: array(x, g.dtype) for name, x in drawn.items()}
+    arrays["k_weight"] = array(k_weight, g.dtype) if fresh else None
     return {**arrays, **g.cache(seed, holes)}
 
 

@@ -3,15 +3,16 @@
 Padding rows of q, k and v hold NaN in all of them.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas.cases import Case
+from gemma_jax.pallas.cases import Case, normal
 from gemma_jax.pallas.prefill_attention import prefill_attention
 from gemma_jax.pallas.segments import Segments
 
@@ -83,21 +84,18 @@ def attention_case(
     q_rows, k_rows = batch.rows()
 
     def inputs(seed: int) -> dict[str, Any]:
-        return {**arrays(jax.random.key(seed)), "segments": batch.segments()}
-
-    @jax.jit
-    def arrays(key: jax.Array) -> dict[str, jax.Array]:
-        segments = batch.segments()
-        keys = jax.random.split(key, 3)
-        dtype = numerics.jnp_dtype
-        kv = (k_rows, num_kv, head_dim)
+        draw = functools.partial(normal(seed), dtype=numerics.dtype)
+        with jax.ensure_compile_time_eval():
+            segments = batch.segments()
         q_used = _used(q_rows, segments.q_offsets, segments.q_lengths)
         k_used = _used(k_rows, segments.k_offsets, segments.k_lengths)
+        kv = (k_rows, num_kv, head_dim)
         scale = head_dim**-0.25
         return {
-            "q": _random(keys[0], (q_rows, num_kv, groups, head_dim), scale, q_used, dtype),
-            "k": _random(keys[1], kv, scale, k_used, dtype),
-            "v": _random(keys[2], kv, 1.0, k_used, dtype),
+            "q": draw((q_rows, num_kv, groups, head_dim), scale=scale, used=q_used),
+            "k": draw(kv, scale=scale, used=k_used),
+            "v": draw(kv, used=k_used),
+            "segments": segments,
         }
 
     def call(q, k, v, segments, implementation=None):
@@ -120,15 +118,10 @@ def attention_case(
     return Case(OP, name, inputs, call, bench, flops=flops, bytes=float(elements * size))
 
 
-def _used(rows: int, offsets: jax.Array, lengths: jax.Array) -> jax.Array:
+def _used(rows: int, offsets: ArrayLike, lengths: ArrayLike) -> np.ndarray:
     """Whether each row belongs to a sequence."""
-    row = jnp.arange(rows)[:, None]
-    return jnp.any((row >= offsets) & (row < offsets + lengths), axis=1)
-
-
-def _random(key, shape: tuple[int, ...], scale: float, used: jax.Array, dtype) -> jax.Array:
-    x = scale * jax.random.normal(key, shape, jnp.float32)
-    return jnp.where(used.reshape(-1, *(1,) * (len(shape) - 1)), x, jnp.nan).astype(dtype)
+    row, first = np.arange(rows)[:, None], np.asarray(offsets)
+    return ((row >= first) & (row < first + np.asarray(lengths))).any(axis=1)
 
 
 _PROMPTS = Batch((2048,) * 8, layout="uniform")
