@@ -9,9 +9,19 @@ ID_LIST_BUCKETS = (4, 16, 64, 256, 1024)
 """Stop ids or biased ids of a request; a request with more is refused."""
 
 
-def row_buckets(max_rows: int) -> tuple[int, ...]:
-    """Batch sizes: the powers of two below `max_rows`, and `max_rows`."""
-    return (*_powers(1, max_rows), max_rows)
+def decode_row_buckets(max_rows: int) -> tuple[int, ...]:
+    """Rows of a decode call: 1, 4, 16, 64, 128, 256, … below `max_rows`, and `max_rows`.
+
+    Few, because each is a program; a step reads the same weights for one row or sixty.
+    """
+    sizes = (1, 4, 16, *_powers(64, max_rows))
+    return (*(s for s in sizes if s < max_rows), max_rows)
+
+
+def prefill_row_buckets(max_rows: int) -> tuple[int, ...]:
+    """Rows of a prefill call: 1, 4, 8, 16, 32, … below `max_rows`, and `max_rows`."""
+    sizes = (1, *_powers(4, max_rows))
+    return (*(s for s in sizes if s < max_rows), max_rows)
 
 
 def chunk_buckets(max_chunk: int) -> tuple[int, ...]:

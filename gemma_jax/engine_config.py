@@ -20,6 +20,8 @@ SCORE_BYTES = 6
 """Bytes of one attention score: float32, and its probability in bfloat16."""
 MIN_PLAIN_CHUNK = 256
 """Chunks are not cut below this, whatever their scores take."""
+SMALLEST_BUDGET = 16
+"""Fewest prompt tokens of a prefill call."""
 SPARE_TOKENS = 131_072
 """Tokens of earlier prompts that the KV cache is sized to keep, where memory allows."""
 
@@ -91,7 +93,12 @@ class EngineConfig:
         _check_int("max_queue", self.max_queue, 1)
         for name in ("max_num_batched_tokens", "mixed_batched_tokens"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), MIN_CHUNK)
+                _check_int(name, getattr(self, name), SMALLEST_BUDGET)
+                if self.rounding == "vllm" and getattr(self, name) < MIN_CHUNK:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)}: rounding='vllm' needs at least {MIN_CHUNK},"
+                        " one tile of its attention"
+                    )
         share = self.gpu_memory_utilization
         if not (isinstance(share, int | float) and 0 < share <= 1):
             raise ConfigError(f"gpu_memory_utilization={share!r}: expected a number in (0, 1]")
@@ -144,7 +151,7 @@ class EngineConfig:
 
 
 def _whole_chunks(tokens: int) -> int:
-    return max(MIN_CHUNK, tokens // MIN_CHUNK * MIN_CHUNK)
+    return max(SMALLEST_BUDGET, tokens // MIN_CHUNK * MIN_CHUNK)
 
 
 def _check_int(name: str, value: object, minimum: int) -> None:

@@ -9,13 +9,20 @@ import pytest
 
 from gemma_jax.batch_arrays import (
     CANDIDATE_BUCKETS,
+    PromptPart,
     prompt_chunk,
-    row_state,
     sampling_statics,
     sampling_table,
 )
 from gemma_jax.kernels import Kernels
-from gemma_jax.sampling import NO_ID, SamplingStatics, advance, sample, token_logprobs
+from gemma_jax.sampling import (
+    NO_ID,
+    RowState,
+    SamplingStatics,
+    advance,
+    sample,
+    token_logprobs,
+)
 from gemma_jax.sampling_params import SamplingParams
 from gemma_jax.sequence import Sequence
 
@@ -29,6 +36,23 @@ def sequence(seed=0, prompt=(3, 4), eos=(1,), **params):
     params = SamplingParams(**params)
     key = np.array([seed, 17], np.uint32)
     return Sequence(list(prompt), params, 0, key, params.max_tokens or 16, eos)
+
+
+def row_state(sequences, rows, vocab_size, penalties):
+    """The state of rows whose prompts have just been read; rows past them have finished."""
+    finished = np.arange(rows) >= len(sequences)
+    zeros = np.zeros(rows, np.int32)
+    state = RowState(zeros, zeros.copy(), zeros.copy(), finished)
+    if penalties:
+        parts = [whole(s, slot) for slot, s in enumerate(sequences)]
+        chunk = prompt_chunk(parts, rows, 64, rows, vocab_size)
+        state.prompt_seen, state.output_counts = chunk.prompt_seen, chunk.output_counts
+    return state
+
+
+def whole(sequence, slot):
+    tokens = sequence.prompt_token_ids + sequence.token_ids
+    return PromptPart(sequence, tokens, slot, 0, len(tokens), True)
 
 
 def draw(logits, sequences, *, rows=None, suppressed=(), count=0, counts=None, statics=None):
@@ -284,26 +308,34 @@ def test_a_large_vocabulary_is_sorted_partially():
     assert sampling_statics(rows, 262_144).candidates == 0
 
 
-def test_padding_rows_are_finished_and_padding_ids_match_nothing():
+def test_padding_ids_match_nothing():
     rows = [sequence(stop_token_ids=(7, 8), logit_bias={3: 1.5})]
     table = sampling_table(rows, 4, suppressed=(9,))
     assert table.stop_ids[0].tolist() == [1, 7, 8, NO_ID]
     assert (table.stop_ids[1:] == NO_ID).all()
     assert table.bias_ids[0].tolist() == [3, 9, NO_ID, NO_ID]
     assert table.bias_values[0].tolist() == [1.5, -np.inf, 0, 0]
-    assert row_state(rows, 4, V, penalties=False).finished.tolist() == [False, True, True, True]
 
 
-def test_a_chunk_is_right_padded_and_names_its_rows():
-    prompts = [[5, 6, 7], [8], [9, 10, 11, 12]]
-    first = prompt_chunk(prompts, [0, 1, 2], 0, 2, 4, 8)
-    assert first.ids.tolist() == [[5, 6], [8, 0], [9, 10], [0, 0]]
-    assert first.lengths.tolist() == [2, 1, 2, 0]
-    assert first.ends.tolist() == [False, True, False, False]
-    assert first.rows.tolist() == [0, 1, 2, 8]
-    second = prompt_chunk(prompts, [0, 1, 2], 2, 2, 4, 8)
-    assert second.lengths.tolist() == [1, 0, 2, 0]
-    assert second.ends.tolist() == [True, False, True, False]
+def test_a_chunk_is_right_padded_and_names_its_slots():
+    rows = [sequence(prompt=p) for p in ([5, 6, 7], [8], [9, 10, 11, 12])]
+    rows[2].token_ids += [13]
+    parts = [
+        PromptPart(rows[0], [5, 6, 7], 4, 0, 2, ends=False),
+        PromptPart(rows[1], [8], 0, 0, 1, ends=True),
+        PromptPart(rows[2], [9, 10, 11, 12, 13], 2, 3, 2, ends=True),
+    ]
+    chunk = prompt_chunk(parts, 4, 2, 8, None)
+    assert chunk.ids.tolist() == [[5, 6], [8, 0], [12, 13], [0, 0]]
+    assert chunk.start.tolist() == [0, 0, 3, 0]
+    assert chunk.lengths.tolist() == [2, 1, 2, 0]
+    assert chunk.ends.tolist() == [False, True, True, False]
+    assert chunk.rows.tolist() == [4, 0, 2, 8]
+    assert chunk.counts.tolist() == [0, 0, 1, 0]
+    counted = prompt_chunk(parts, 4, 2, 8, V)
+    assert np.flatnonzero(counted.prompt_seen[2]).tolist() == [9, 10, 11, 12]
+    assert np.flatnonzero(counted.output_counts[2]).tolist() == [13]
+    assert not counted.prompt_seen[0].any()
 
 
 def test_tables_are_plain_arrays_of_the_declared_dtypes():

@@ -23,7 +23,13 @@ from gemma_jax.batch_arrays import (
     sampling_statics,
     sampling_table,
 )
-from gemma_jax.buckets import chunk_buckets, length_buckets, pick, row_buckets
+from gemma_jax.buckets import (
+    chunk_buckets,
+    decode_row_buckets,
+    length_buckets,
+    pick,
+    prefill_row_buckets,
+)
 from gemma_jax.engine_config import EngineConfig
 from gemma_jax.errors import GemmaError, RequestError, UnsupportedError
 from gemma_jax.model.cache import CacheLayout, page_bytes
@@ -102,7 +108,7 @@ class Engine:
         self._runner, self._tokenizer, self._suppressed = runner, tokenizer, suppressed
         self._grammars, self._compiler = grammars, None
         self._slots, self._max_len = config.max_num_seqs, max_model_len
-        self._rows = row_buckets(config.max_num_seqs)
+        self._rows = decode_row_buckets(config.max_num_seqs)
         self._max_steps = -(-config.decode_steps // STEP_BLOCK) * STEP_BLOCK
         longest = config.chunk_tokens(runner.config, max_model_len, self._is_plain)
         self._kv = KVPages(self._plan(config, longest, memory), config.prefix_caching)
@@ -145,7 +151,7 @@ class Engine:
             max_num_seqs=self._slots,
             max_num_batched_tokens=budget,
             mixed_budget=max(min(budget, config.mixed_tokens()), longest and 1),
-            row_buckets=self._rows,
+            row_buckets=prefill_row_buckets(self._slots),
             chunk_buckets=chunk_buckets(longest),
             decode_steps=config.decode_steps,
             decode_steps_waiting=min(STEP_BLOCK, config.decode_steps),
