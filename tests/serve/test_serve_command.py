@@ -2,7 +2,9 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
+import fake_engine
 import httpx
 import pytest
 import server_process
@@ -10,6 +12,8 @@ import server_process
 from gemma_jax import cli
 from gemma_jax.cli import serve as command
 from gemma_jax.errors import ConfigError
+from gemma_jax.serve.load import warm_up
+from gemma_jax.text_side import TextSide
 
 
 @pytest.fixture
@@ -87,15 +91,27 @@ def test_a_model_that_is_not_there_is_said_at_once(capsys):
     assert "no such file or directory" in capsys.readouterr().err
 
 
+def test_warm_up_runs_one_request_and_then_as_many_as_fit_sampled_and_greedy():
+    text_side = TextSide.load("nano")
+    engine = fake_engine.FakeEngine(max_num_seqs=3, seconds_per_step=0)
+    llm = SimpleNamespace(
+        engine=engine, max_num_seqs=3, generation_defaults=text_side.defaults,
+        engine_config=SimpleNamespace(decode_steps=8), make_request=text_side.make_request,
+    )  # fmt: skip
+    warm_up(llm)
+    assert not engine.has_work
+    assert engine.stats().generated_tokens == 2 * (1 + 3) * 16
+
+
 # --- with the real engine ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def real_server(tiny_model):
-    flags = ["--port=0", "--max-num-seqs=2", "--max-model-len=256", "--served-model-name=tiny"]
-    with server_process.ServerProcess(
-        [sys.executable, "-m", "gemma_jax.cli", "serve", tiny_model, *flags]
-    ) as server:
+    flags = ["--port=0", "--max-num-seqs=2", "--max-model-len=256", "--served-model-name=tiny",
+             "--no-warm-up"]  # fmt: skip
+    command = [sys.executable, "-m", "gemma_jax.cli", "serve", tiny_model, *flags]
+    with server_process.ServerProcess(command) as server:
         yield server
 
 
@@ -108,7 +124,7 @@ def test_the_server_gives_the_tokens_of_llm(real_server, tiny_model):
     with LLM(tiny_model, max_num_seqs=2, max_model_len=256) as llm:
         expected = [o.outputs[0].text for o in llm.generate(prompts, params, use_tqdm=False)]
     body = {"prompt": prompts, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
-    answer = httpx.post(real_server.url + "/v1/completions", json=body, timeout=60).json()
+    answer = httpx.post(real_server.url + "/v1/completions", json=body, timeout=120).json()
     assert [choice["text"] for choice in answer["choices"]] == expected
 
 
@@ -123,9 +139,10 @@ def test_a_json_object_is_one(real_server):
     body = {
         "messages": [{"role": "user", "content": "hi"}],
         "max_tokens": 100,
+        "temperature": 0,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     }
-    answer = httpx.post(real_server.url + "/v1/chat/completions", json=body, timeout=60).json()
+    answer = httpx.post(real_server.url + "/v1/chat/completions", json=body, timeout=120).json()
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "stop"
     value = json.loads(choice["message"]["content"])
@@ -135,9 +152,10 @@ def test_a_json_object_is_one(real_server):
 
 @pytest.mark.slow
 def test_a_client_that_vanishes_frees_the_real_engine(real_server):
-    body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "n": 2, "stream": True}
+    body = {"prompt": ["a", "b"], "max_tokens": 250, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True}
     url = real_server.url + "/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=60) as stream:
+    with httpx.stream("POST", url, json=body, timeout=120) as stream:
         assert next(stream.iter_lines()).startswith("data: ")
 
     def is_idle():
