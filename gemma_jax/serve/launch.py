@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 from prometheus_client import disable_created_metrics
 
-from gemma_jax.errors import ConfigError
+from gemma_jax.errors import ConfigError, EngineError
 from gemma_jax.serve.api_server import create_app
 from gemma_jax.serve.client import EngineClient
 from gemma_jax.serve.config import ServerConfig
@@ -89,6 +89,8 @@ def serve(config: ServerConfig, text_side: TextSide, factory: EngineFactory) -> 
     server.run(sockets=[listener])
     if client.failure is not None:
         raise client.failure
+    if not server.started:
+        raise EngineError("the server could not start; its log says why")
 
 
 class _Server(uvicorn.Server):

@@ -114,6 +114,14 @@ def _answer(url):
         return httpx.get(url)
 
 
+def test_sigterm_while_the_model_loads_ends_at_once():
+    with server_process.start(engine={"loading_seconds": 60}, ready=False) as server:
+        wait_for(lambda: _answer(server.url + "/health"), server)
+        begin = time.monotonic()
+        assert server.terminate() == 0, server.errors()
+        assert time.monotonic() - begin < 8
+
+
 def test_sigterm_under_load_ends_what_runs_and_nothing_else():
     with server_process.start() as server, ThreadPoolExecutor(1) as pool:
         bodies = [{"prompt": "a", "max_tokens": 900}] * 8
