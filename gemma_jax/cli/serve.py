@@ -42,6 +42,10 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="share of the device's memory for weights and caches (default: 0.9)",
     )  # fmt: skip
     group.add_argument(
+        "--no-warm-up", action="store_true",
+        help="be ready at once; programs compile when the first requests need them",
+    )  # fmt: skip
+    group.add_argument(
         "--seed", type=int, metavar="S", help="of the requests that bring none (default: 0)"
     )
 
@@ -94,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         raise UnsupportedError(
             f"serve needs the package {error.name}: pip install 'gemma-jax[serve]'"
         ) from error
-    serve_model(config, _engine_settings(args))
+    serve_model(config, _engine_settings(args), warm=not args.no_warm_up)
     return EXIT_OK
 
 

@@ -261,7 +261,7 @@ def create_app(
         ("POST", "/detokenize", api.detokenize),
     ]
     for method, path, handler in routes:
-        app.add_api_route(path, handler, methods=[method], **describe(path))
+        app.add_api_route(path, handler, methods=[method], **describe(path, config.model_names))
     app.add_exception_handler(Exception, _on_error)
     for kind in (GemmaError, ApiError, TimeoutError, HTTPException):
         app.add_exception_handler(kind, _on_error)

@@ -190,12 +190,15 @@ class EngineClient:
             generation.fail(EngineError(reason))
 
     async def stop(self) -> None:
-        """End the process."""
+        """End the process; one that is still loading is not waited for."""
+        is_loading = not self._max_num_seqs
         self.state = State.DEAD
         self._send(Stop())
-        await asyncio.to_thread(self._process.join, STOP_SECONDS)
+        if not is_loading:
+            await asyncio.to_thread(self._process.join, STOP_SECONDS)
         if self._process.is_alive():
-            logger.warning("the engine's process did not end within %g s; killed", STOP_SECONDS)
+            if not is_loading:
+                logger.warning("the engine's process did not end in %g s; killed", STOP_SECONDS)
             self._process.kill()
             await asyncio.to_thread(self._process.join)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from gemma_jax.errors import ConfigError
 
@@ -62,8 +63,9 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
         raise ConfigError(f"{name}={value!r}: expected an integer {limits}")
 
 
-def _check_seconds(name: str, value: object, may_be_zero: bool = False) -> None:
+def _check_seconds(name: str, value: Any, may_be_zero: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf or not (value or may_be_zero):
-        least = "0 or more" if may_be_zero else "more than 0"
-        raise ConfigError(f"{name}={value!r}: expected a number of seconds, {least}")
+    if is_number and (0 < value < math.inf or (value == 0 and may_be_zero)):
+        return
+    least = "0 or more" if may_be_zero else "more than 0"
+    raise ConfigError(f"{name}={value!r}: expected a number of seconds, {least}")

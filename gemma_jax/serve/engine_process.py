@@ -10,14 +10,13 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Protocol
 
 from gemma_jax import env
 from gemma_jax.errors import EngineError, GemmaError
-from gemma_jax.sampling_params import SamplingParams
 from gemma_jax.serve.request import CompletionDelta, EngineRequest, EngineStats
 
 logger = logging.getLogger(__name__)
@@ -47,18 +46,6 @@ class LoadedEngine:
 
 EngineFactory = Callable[[], LoadedEngine]
 """Makes the engine in the process that runs it; has to be picklable."""
-
-
-def load_engine(settings: Mapping[str, Any]) -> LoadedEngine:
-    """The engine of an `LLM` made with `settings`, warm; called in the engine's process."""
-    from gemma_jax.llm import LLM
-
-    llm = LLM(**settings)
-    request = llm.make_request([0, 0], SamplingParams(max_tokens=2, ignore_eos=True), "warm-up")
-    llm.engine.add(request)
-    while llm.engine.has_work:
-        llm.engine.step()
-    return LoadedEngine(llm.engine, llm.max_num_seqs)
 
 
 # --- messages to the engine: an EngineRequest, or one of these -----------------------------------

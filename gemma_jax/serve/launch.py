@@ -19,11 +19,12 @@ from typing import Any
 import uvicorn
 from prometheus_client import disable_created_metrics
 
-from gemma_jax.errors import ConfigError
+from gemma_jax.errors import ConfigError, EngineError
 from gemma_jax.serve.api_server import create_app
 from gemma_jax.serve.client import EngineClient
 from gemma_jax.serve.config import ServerConfig
-from gemma_jax.serve.engine_process import EngineFactory, load_engine
+from gemma_jax.serve.engine_process import EngineFactory
+from gemma_jax.serve.load import load_engine
 from gemma_jax.serve.metrics import ServerMetrics
 from gemma_jax.text_side import TextSide
 
@@ -35,15 +36,15 @@ _GRACE = 5.0
 """Seconds beyond `drain_timeout` in which errors can still be written."""
 
 
-def serve_model(config: ServerConfig, settings: Mapping[str, Any]) -> None:
-    """Serve the `LLM` of these settings until a signal ends it; see `serve`."""
+def serve_model(config: ServerConfig, settings: Mapping[str, Any], warm: bool = True) -> None:
+    """Serve the `LLM` of these settings until a signal ends it; see `serve` and `load_engine`."""
     text_side = TextSide.load(
         settings["model"],
         settings.get("tokenizer"),
         settings.get("max_model_len"),
         settings.get("seed", 0),
     )
-    serve(config, text_side, functools.partial(load_engine, dict(settings)))
+    serve(config, text_side, functools.partial(load_engine, dict(settings), warm))
 
 
 def serve(config: ServerConfig, text_side: TextSide, factory: EngineFactory) -> None:
@@ -88,6 +89,8 @@ def serve(config: ServerConfig, text_side: TextSide, factory: EngineFactory) -> 
     server.run(sockets=[listener])
     if client.failure is not None:
         raise client.failure
+    if not server.started:
+        raise EngineError("the server could not start; its log says why")
 
 
 class _Server(uvicorn.Server):

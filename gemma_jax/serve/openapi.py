@@ -4,6 +4,7 @@ Bodies are checked by `bodies.py` and `protocol.py`, not by these schemas; a tes
 together.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from gemma_jax.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PENALTY
@@ -204,11 +205,16 @@ _BODIES = {
 }
 _STREAMS = ("/v1/chat/completions", "/v1/completions")
 _PLAIN = {"/": "text/html", "/metrics": "text/plain"}
-_STATUSES = {"/health": (503,), "/v1/models": (401,), "/v1/models/{name}": (401, 404)}
+_STATUSES = {"/health": (503,), "/v1/models": (401,), "/v1/models/{name:path}": (401, 404)}
 
 
-def describe(path: str) -> dict[str, Any]:
-    """The keyword arguments of `add_api_route` that describe a path."""
+def describe(path: str, model_names: Sequence[str]) -> dict[str, Any]:
+    """The keyword arguments of `add_api_route` that describe a path.
+
+    Args:
+      path: of a route.
+      model_names: what requests may call the model.
+    """
     statuses = tuple(_REFUSALS) if path in _BODIES else _STATUSES.get(path, ())
     kinds = {_PLAIN.get(path, "application/json"): {}}
     if path in _STREAMS:
@@ -221,6 +227,8 @@ def describe(path: str) -> dict[str, Any]:
         }  # fmt: skip
     out: dict[str, Any] = {"responses": responses}
     if path in _BODIES:
-        content = {"application/json": {"schema": _BODIES[path]}}
+        names = {"enum": [*model_names, None]}
+        properties = _BODIES[path]["properties"] | {"model": names}
+        content = {"application/json": {"schema": _BODIES[path] | {"properties": properties}}}
         out["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
     return out

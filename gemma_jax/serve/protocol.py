@@ -66,11 +66,11 @@ def api_error(error: Exception, field: str | None = None) -> ApiError:
         case ContextLengthError():
             return ApiError(400, message, param=field, code="context_length_exceeded")
         case RequestError():
-            param = _param(error) or field
+            param = _param(error, field)
             code = "unknown_parameter" if _is_unknown(message) else "invalid_value"
             return ApiError(400, message, param=param, code=code)
         case UnsupportedError():
-            param = _param(error) or field
+            param = _param(error, field)
             return ApiError(400, message, param=param, code="unsupported_value")
         case CapacityError():
             return ApiError(429, message, "rate_limit_error", None, "rate_limit_exceeded", retry)
@@ -82,11 +82,13 @@ def api_error(error: Exception, field: str | None = None) -> ApiError:
             return ApiError(500, "internal error; the server's log has it", "server_error")
 
 
-def _param(error: GemmaError) -> str | None:
-    """The field that the message begins with."""
+def _param(error: GemmaError, field: str | None) -> str | None:
+    """The field that the message begins with, else `field`."""
     first = str(error).partition(" ")[0]
-    known = first in _TOKENIZE_FIELDS or first in _DETOKENIZE_FIELDS
-    return first if known else field_of(error)
+    if first in _TOKENIZE_FIELDS or first in _DETOKENIZE_FIELDS:
+        return first
+    named = field_of(error)
+    return field if named is None else named
 
 
 def _is_unknown(message: str) -> bool:

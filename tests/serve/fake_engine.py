@@ -110,10 +110,10 @@ class FakeEngine:
         return {token_id: entry(token_id, rank) for rank, token_id in enumerate(best, start=1)}
 
 
-def build(max_num_seqs=4, seconds_per_step=0.002, loading_seconds=0.0):
+def build(max_num_seqs=4, loading_seconds=0.0, **settings):
     """Return a loaded fake engine."""
     time.sleep(loading_seconds)
-    return LoadedEngine(FakeEngine(max_num_seqs, 3, seconds_per_step), max_num_seqs)
+    return LoadedEngine(FakeEngine(max_num_seqs, **settings), max_num_seqs)
 
 
 def factory(**settings):

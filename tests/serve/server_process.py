@@ -77,9 +77,9 @@ class ServerProcess:
         self._errors.close()
 
 
-def start(server=None, engine=None, ready=True):
-    """Start a server with a fake engine; `server` and `engine` are their settings."""
-    settings = json.dumps({"server": server or {}, "engine": engine or {}})
+def start(server=None, engine=None, ready=True, **text_side):
+    """Start a server with a fake engine; the arguments are settings of its parts."""
+    settings = json.dumps({"server": server or {}, "engine": engine or {}, "text_side": text_side})
     return ServerProcess([sys.executable, __file__, settings], ready)
 
 
@@ -122,7 +122,8 @@ def main(text):
     }
     config = ServerConfig(**({"port": 0} | fields))
     try:
-        serve(config, TextSide.load("nano"), fake_engine.factory(**settings["engine"]))
+        text_side = TextSide.load("nano", **settings.get("text_side", {}))
+        serve(config, text_side, fake_engine.factory(**settings["engine"]))
     except GemmaError as error:
         sys.exit(f"error: {error}")
     if "jax" in sys.modules:

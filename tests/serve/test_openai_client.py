@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import json
+import runpy
+from pathlib import Path
 
 import openai
 import pytest
@@ -220,3 +222,9 @@ async def async_texts(url, key, count):
 def test_concurrent_streams_each_get_their_own_text(server):
     texts = asyncio.run(async_texts(server.url, KEY, 12))  # as many as run and wait
     assert texts == ["Hello there, friend!"] * 12
+
+
+def test_the_example_runs(server, capsys):
+    file = Path(__file__).parents[2] / "examples" / "openai_client.py"
+    runpy.run_path(str(file))["main"](server.url + "/v1", KEY)
+    assert capsys.readouterr().out.startswith("Once upon a time")
