@@ -20,6 +20,7 @@ from gemma_jax.benchmarks.rows import Report, Row, Source, command_line
 from gemma_jax.benchmarks.serve_metrics import (
     detail_fields,
     latencies_ms,
+    rate_text,
     result_fields,
     table,
 )
@@ -147,7 +148,7 @@ def _row(
     """The result as a row; its samples are the latencies of whole requests."""
     concurrency = f" concurrency {args.max_concurrency}" if args.max_concurrency else ""
     shape = f"{args.num_prompts}x{args.input_len}+{args.output_len}"
-    row = Row("serve", f"{shape} rate {result['request_rate']}{concurrency}")
+    row = Row("serve", f"{shape} rate {rate_text(result)}{concurrency}")
     row.command = command_line("serve", arguments)
     names = ("backend", "base_url", "temperature", "ignore_eos", "seed", "num_warmups")
     row.config = {"model": result["model_id"]} | {name: getattr(args, name) for name in names}

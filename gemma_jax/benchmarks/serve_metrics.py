@@ -69,10 +69,16 @@ def detail_fields(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
+def rate_text(result: Mapping[str, Any]) -> str:
+    """Return the request rate of a result in few characters."""
+    rate = result["request_rate"]
+    return rate if isinstance(rate, str) else f"{rate:g}"
+
+
 def table(result: Mapping[str, Any]) -> str:
     """Return a result as lines to read."""
     lines = [
-        f"request rate {result['request_rate']}, concurrency {result['max_concurrency'] or 'any'}:"
+        f"request rate {rate_text(result)}, concurrency {result['max_concurrency'] or 'any'}:"
         f" {result['completed']} completed, {result['failed']} failed"
         f" in {result['duration']:.2f} s",
         f"  {result['request_throughput']:.2f} requests/s,"

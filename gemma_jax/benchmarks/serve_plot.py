@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gemma_jax.benchmarks.serve_metrics import rate_text
 from gemma_jax.errors import ConfigError
 
 PANELS = {"ttft": "Time to first token", "itl": "Inter-token latency"}
@@ -32,7 +33,7 @@ def plot_sweep(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    rates = [str(result["request_rate"]) for result in results]
+    rates = [rate_text(result) for result in results]
     positions = range(len(rates))
     figure, panels = pyplot.subplots(1, len(PANELS), figsize=(10, 4), layout="constrained")
     for panel, (name, title) in zip(panels, PANELS.items(), strict=True):

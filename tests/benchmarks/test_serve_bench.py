@@ -174,7 +174,7 @@ def test_a_sweep_is_plotted_with_its_numbers_beside_it(server, tmp_path, capsys)
     results = json.loads(plot.with_suffix(".json").read_text())
     assert [result["request_rate"] for result in results] == [50, 100, "inf"]
     assert set(json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]) == {
-        f"4x6+8 rate {rate}" for rate in ("50.0", "100.0", "inf")
+        f"4x6+8 rate {rate}" for rate in ("50", "100", "inf")
     }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gemma_jax.batch_output import BatchFile
 from gemma_jax.cli import main, options
 
 SERVE_TESTS = Path(__file__).parents[1] / "serve"
@@ -22,6 +23,7 @@ DRIVER = f"""
 import json, resource, sys
 sys.path.insert(0, {str(SERVE_TESTS)!r})
 from replay_engine import ReplayLLM
+from gemma_jax.batch_output import BatchFile
 from gemma_jax.cli import main, options
 settings = json.loads(sys.argv[1])
 limit = settings.pop("file_bytes", None)
@@ -343,15 +345,11 @@ def test_an_interrupted_run_frees_the_engine(job):
     assert not job.llm.engine.has_work
 
 
-def test_two_runs_do_not_write_one_file(job):
-    lines = [completion(f"row-{i}") for i in range(50)]
-    process = job.start(lines, delay=1.0)
-    wait_for_rows(job, process, 1)
-    second = job.start(lines)
-    assert "is being written by another run" in second.communicate(timeout=60)[1]
-    assert second.returncode == 2
-    process.kill()
-    process.communicate()
+def test_two_runs_do_not_write_one_file(job, capfd):
+    with BatchFile(job.output):
+        assert job([completion("a")]) == 2
+    assert "is being written by another run" in capfd.readouterr().err
+    assert not job.output.exists()
 
 
 @pytest.mark.slow

@@ -194,7 +194,7 @@ def refusal(read, body):
     return None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(NAMES, JSON, max_size=4))
 def test_any_refusal_names_a_field_of_the_body(fields):
     for read, body in (

@@ -199,7 +199,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,6}", fullmatch=True), VALUES, max_size=4))
 def test_a_rendered_call_is_read_back(arguments):
     call = {"function": {"name": "f", "arguments": arguments}}

@@ -171,24 +171,3 @@ def test_a_schema_nested_too_deeply_is_refused():
         schema = {"properties": {"a": schema}}
     with pytest.raises(RequestError, match="schema cannot be used"):
         response_grammar(schema_format(schema))
-
-
-def test_constrained_nano_writes_json_of_the_schema(compiler, tokenizer, tiny_model):
-    """The mask on real logits: greedy decoding, each step scored anew."""
-    from gemma_jax import LLM
-
-    schema = {
-        "type": "object",
-        "properties": {"n": {"type": "integer", "maximum": 99}, "ok": {"type": "boolean"}},
-        "required": ["n", "ok"],
-        "additionalProperties": False,
-    }
-    state, ids = compiler.start(response_grammar(schema_format(schema))), [2]
-    with LLM(tiny_model, max_model_len=128) as llm:
-        while not state.finished:
-            scores = dict.fromkeys(allowed(state).tolist(), 0.0)
-            if len(scores) > 1:
-                scores = {t: llm.score([*ids, t])[-1][t].logprob for t in list(scores)[:4]}
-            ids.append(max(scores, key=scores.get))
-            state.accept(ids[-1])
-    jsonschema.validate(json.loads(tokenizer.decode(ids)), schema)
