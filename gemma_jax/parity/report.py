@@ -93,6 +93,8 @@ def _section(r: dict[str, Any], number: int) -> Iterator[str]:
     for title, note, draw in PLOTS:
         yield _figure(title, note, draw, r, f"r{number}-{PLOTS.index((title, note, draw))}-")
     yield "</div>"
+    if r["trace"] is not None and r["trace"]["lines"]:
+        yield f"<h3>Sub-blocks</h3><pre>{html.escape(chr(10).join(r['trace']['lines'][1:]))}</pre>"
     yield from _splits(r)
     yield from _flips(r)
     yield "</section>"
