@@ -1,4 +1,4 @@
-"""One model over batch sizes, contexts, fast prefill, kernels and chunk sizes: does anything change?
+"""One model over batch sizes, contexts, fast prefill, kernels and chunk sizes: what changes?
 
 For each context a baseline runs first: one sequence at a time, every layer on every row, reference
 kernels. Every cell generates from the same prompts with its own settings and is compared with the
@@ -101,7 +101,7 @@ class Plan:
 
     def load(self, dtype: str, settings: dict[str, Any]) -> LLM:
         """Our model with a cell's settings."""
-        return LLM(self.model, dtype=dtype, rounding=self.rounding, **settings)  # type: ignore[arg-type]
+        return LLM(self.model, dtype=dtype, rounding=self.rounding, **settings)
 
 
 def random_prompts(config: ModelConfig, context: int, count: int, seed: int) -> list[np.ndarray]:
@@ -216,7 +216,7 @@ class Matrix:
         }
 
     def _repeated(self, cell: Cell, baseline: dict[str, Any]) -> list[Stream]:
-        """The baseline's streams, again and again until they fill the batch: slots must not matter."""
+        """The baseline's streams, in turn until they fill the batch: slots must not matter."""
         prompts = self._prompts(cell.context)
         streams = [
             Stream(
