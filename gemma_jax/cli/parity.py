@@ -179,8 +179,13 @@ def _add_vllm(parser: argparse.ArgumentParser) -> None:
 
 def _add_matrix(parser: argparse.ArgumentParser) -> None:
     parser.epilog = MATRIX_EPILOG
-    options.add_model_flags(parser)
-    parser.set_defaults(max_num_seqs=None)
+    parser.add_argument(
+        "--model",
+        default=options.DEFAULT_MODEL,
+        help="checkpoint folder, bundled name or Hugging Face Hub id (default: %(default)s)",
+    )
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--rounding", choices=("hf", "vllm"), default="hf")
     parser.add_argument(
         "--output", required=True, metavar="FILE.jsonl", help="a row a cell; resumed if it is there"
     )
@@ -202,7 +207,7 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
         )
     for name, default, choices in (
         ("--fast-prefills", "on,off", ("on", "off")),
-        ("--kernel-choices", "reference,pallas", ("auto", "reference", "pallas")),
+        ("--kernels", "reference,pallas", ("auto", "reference", "pallas")),
     ):
         group.add_argument(
             name, type=_choices(choices), default=default, metavar="A,B", help="(%(default)s)"

@@ -215,14 +215,14 @@ def compare(
             some = [streams[i] for i in needed]
             scored = _progress(teacher_forced(llm, some, k), len(some), "float32")
             float32 = dict(zip(needed, scored, strict=True))
-    judge = _Judge(streams, twin, float32, limit)
+    judge = Judge(streams, twin, float32, limit)
     flips = [
         judge.flip(i, int(t), candidates)
         for i, candidates in enumerate(ours)
         for t in np.flatnonzero(candidates.best != streams[i].candidates.best)
     ]
     positions = _positions(streams, ours, float32)
-    free = _free_run(streams, runs, batch, judge) if free_run else None
+    free = free_run_of(streams, runs, batch, judge) if free_run else None
     return Comparison(reference, window, dtype, limit, positions, flips, free)
 
 
@@ -262,16 +262,23 @@ def _positions(
 
 
 @dataclass(frozen=True)
-class _Judge:
-    """Margins, verdict and class of one flip."""
+class Judge:
+    """Gives a flip its margins, verdict and class.
+
+    Attributes:
+      streams: of the reference.
+      twin: the reference's float32 record.
+      float32: stream index → our float32 candidates.
+      limit: noise limit.
+    """
 
     streams: Sequence[Stream]
     twin: Record | None
     float32: dict[int, Candidates]
     limit: NoiseLimit
 
-    def flip(self, index: int, t: int, ours: Candidates, actual: int | None = None) -> Flip:
-        """The flip at token `t` of a stream; `actual` is our choice if not our best candidate."""
+    def flip(self, index: int, t: int, ours: Candidates) -> Flip:
+        """The flip at token `t` of stream `index`."""
         stream = self.streams[index]
         top = stream.candidates
         a, b = top.best[t : t + 1], ours.best[t : t + 1]
@@ -323,12 +330,13 @@ def _greedy_streams(reference: Record) -> Sequence[Stream]:
     return reference.streams
 
 
-def _free_run(
+def free_run_of(
     streams: Sequence[Stream],
     runs: Sequence[tuple[list[int], Candidates]],
     batch: int,
-    judge: _Judge,
+    judge: Judge,
 ) -> FreeRun:
+    """Greedy runs of ours against the tokens of the reference's streams."""
     agreed, flips = [], []
     for i, (stream, (ids, candidates)) in enumerate(zip(streams, runs, strict=True)):
         differs = np.flatnonzero(np.array(ids) != stream.tokens)

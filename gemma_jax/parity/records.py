@@ -350,12 +350,17 @@ def check_model(record: Record, identity: dict[str, Any]) -> None:
     Raises:
       RecordError: configurations or weights differ; hashes that either side lacks are not compared.
     """
+    check_identity(record.name, record.model, identity)
+
+
+def check_identity(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """`check_model` for any file: `name` is the file's, `theirs` the identity in it."""
     for key, what in (("config_sha256", "configuration"), ("weights_sha256", "weights")):
-        theirs, ours = record.model.get(key), identity.get(key)
-        if theirs and ours and theirs != ours:
+        a, b = theirs.get(key), ours.get(key)
+        if a and b and a != b:
             raise RecordError(
-                f"{record.name}: recorded with other {what} ({record.model.get('name')},"
-                f" {key} {str(theirs)[:12]}…) than {identity.get('name')} ({ours[:12]}…)"
+                f"{name}: recorded with other {what} ({theirs.get('name')}, {key} {str(a)[:12]}…)"
+                f" than {ours.get('name')} ({str(b)[:12]}…)"
             )
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 COLOURS = {"tie": "#7f7f7f", "noise": "#1f77b4", "unexplained": "#d62728"}
 MAX_FLIPS = 200
+_METADATA = ("Creator", "Date", "Format", "Type")
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem;
@@ -93,6 +94,8 @@ def _section(r: dict[str, Any], number: int) -> Iterator[str]:
     for title, note, draw in PLOTS:
         yield _figure(title, note, draw, r, f"r{number}-{PLOTS.index((title, note, draw))}-")
     yield "</div>"
+    if r["trace"] is not None and r["trace"]["lines"]:
+        yield f"<h3>Sub-blocks</h3><pre>{html.escape(chr(10).join(r['trace']['lines'][1:]))}</pre>"
     yield from _splits(r)
     yield from _flips(r)
     yield "</section>"
@@ -200,13 +203,13 @@ def _figure(title: str, note: str, draw: Callable, r: dict[str, Any], prefix: st
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    # A fixed salt and no date: the same results give the same page.
+    # A fixed salt and no metadata: the same results give the same page.
     with matplotlib.rc_context({"svg.hashsalt": prefix, "svg.fonttype": "path"}):
         figure = Figure(figsize=(5.6, 3.6), layout="constrained")
         FigureCanvasSVG(figure)
         draw(figure.subplots(), r)
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(_METADATA))
     svg = buffer.getvalue()
     svg = _unique_ids(svg[svg.index("<svg") :], prefix)
     caption = f"<b>{html.escape(title)}</b>, {html.escape(note)}"

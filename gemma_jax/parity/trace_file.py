@@ -60,7 +60,7 @@ def load_trace(path: str | Path) -> TraceFile:
       RecordError: no such file, or not one of `record --hidden`.
     """
     try:
-        with np.load(path) as file:
+        with Path(path).open("rb") as opened, np.load(opened) as file:
             arrays = {name: file[name] for name in file.files}
         header = json.loads(str(arrays.pop("header")))
         token_ids, positions, columns = (

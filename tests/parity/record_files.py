@@ -28,7 +28,7 @@ def write(path, rows, header=HEADER):
 
 
 class TableModel:
-    """In the place of `LLM`: `score` and `generate` look a sequence up in {sequence: candidates}."""
+    """In the place of `LLM`: a function of the tokens so far gives the candidates."""
 
     model_config = ModelConfig(vocab_size=VOCAB, sliding_window=8, num_hidden_layers=6)
     max_model_len, max_num_seqs = 32, 4

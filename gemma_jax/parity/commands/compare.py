@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma_jax.cli import EXIT_FAILED, EXIT_OK, options
 from gemma_jax.model_source import resolve_model
-from gemma_jax.parity.records import Record, check_model, read_record
+from gemma_jax.parity.records import Record, check_identity, check_model, read_record
 from gemma_jax.parity.write import write_json_lines, write_text
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _compare(args: argparse.Namespace, reference: Record, twin: Record | None) -
         float32_everywhere=args.float32_everywhere,
     )  # fmt: skip
     if args.trace:
-        comparison.trace = _trace(args, settings)
+        comparison.trace = _trace(args, identity)
     comparison.ours = {
         "engine": "gemma_jax",
         "versions": package_versions(),
@@ -69,15 +69,18 @@ def _compare(args: argparse.Namespace, reference: Record, twin: Record | None) -
     return comparison
 
 
-def _trace(args: argparse.Namespace, settings: dict[str, Any]) -> "Trace":
+def _trace(args: argparse.Namespace, identity: dict[str, Any]) -> "Trace":
     from gemma_jax.checkpoint.load import load_checkpoint
     from gemma_jax.kernels import Kernels
     from gemma_jax.parity.trace import trace
     from gemma_jax.parity.trace_file import load_trace
 
     file = load_trace(args.trace)
+    if not args.any_model:
+        check_identity(file.name, file.header.get("model") or {}, identity)
     config, leaves = load_checkpoint(resolve_model(args.model), file.dtype)
-    return trace(file, config, leaves, settings["rounding"], Kernels.parse(args.kernels))
+    # The file is transformers', whoever made the record.
+    return trace(file, config, leaves, args.rounding or "hf", Kernels.parse(args.kernels))
 
 
 def _settings(args: argparse.Namespace, reference: Record) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""`gemma-jax parity matrix`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from gemma_jax.checkpoint.load import load_config
+from gemma_jax.cli import EXIT_FAILED, EXIT_OK
+from gemma_jax.errors import ConfigError
+from gemma_jax.model_source import resolve_model
+from gemma_jax.parity.identity import model_identity
+from gemma_jax.parity.matrix import Matrix, Plan, failed, table
+from gemma_jax.parity.records import check_model, read_record
+from gemma_jax.records import RecordWriter, make_header, read_records
+from gemma_jax.sampling_params import MAX_LOGPROBS
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the cells that are not there yet, print all; 1 on an unexplained difference."""
+    plan, settings = _plan(args)
+    identity = model_identity(args.model)
+    reference = read_record(args.reference) if args.reference else None
+    twin = read_record(args.float32) if args.float32 else None
+    if reference is not None:
+        check_model(reference, identity)
+    cells = list(plan.cells())
+    with RecordWriter(args.output) as writer:
+        header = make_header(settings, model=identity)
+        progress = writer.start(header, [cell.id for cell in cells])
+        rows = list(read_records(args.output).rows)[: progress.rows]
+        matrix = Matrix(plan, load_config(resolve_model(args.model)), reference, twin, rows)
+        for number, cell in enumerate(cells[progress.rows :], start=progress.rows + 1):
+            rows.append(matrix.run(cell))
+            writer.write(rows[-1:])
+            words = f"[{number}/{len(cells)}] {cell.id}: {rows[-1]['status']}"
+            print(words + (", UNEXPLAINED" if failed(rows[-1]) else ""), file=sys.stderr)
+    print(table(rows))
+    return EXIT_FAILED if any(map(failed, rows)) else EXIT_OK
+
+
+def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
+    """The plan, and the settings of the header, which a resumed run must repeat."""
+    if not 2 <= args.logprobs <= MAX_LOGPROBS:
+        raise ConfigError(f"--logprobs {args.logprobs}: expected 2 to {MAX_LOGPROBS}")
+    if args.float32 and not args.reference:
+        raise ConfigError("--float32: give the --reference that it belongs to")
+    if min(args.contexts) < 1 or min(args.batches) < 1:
+        raise ConfigError("--contexts and --batches: expected integers of at least 1")
+    dtype = args.dtype
+    if dtype == "auto":
+        dtype = load_config(resolve_model(args.model)).dtype
+    fields: dict[str, Any] = {
+        "model": str(args.model),
+        "dtype": dtype,
+        "rounding": args.rounding,
+        "contexts": sorted(set(args.contexts)),
+        "batches": args.batches,
+        "fast_prefills": [word == "on" for word in args.fast_prefills],
+        "kernels": args.kernels,
+        "chunks": args.chunks,
+        "prompts": args.prompts_per_context,
+        "max_tokens": args.max_tokens,
+        "logprobs": args.logprobs,
+        "seed": args.seed,
+        "noise": args.noise,
+    }
+    files = {name: getattr(args, name) for name in ("reference", "float32")}
+    names = {name: None if path is None else Path(path).name for name, path in files.items()}
+    return Plan(**fields), fields | names
