@@ -60,13 +60,14 @@ def pytest_configure(config):
 
 
 def _report_resources():
-    """Let ptxas say what each kernel takes; XLA reads these when it starts."""
+    """Let ptxas say what each kernel takes; JAX and XLA read these when they start."""
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     from gemma_jax.testing import aot
 
     if not aot.available():
         raise pytest.UsageError("-m aot needs the CUDA plugin: uv run --group aot pytest -m aot")
     flags = f"{os.environ.get('XLA_FLAGS', '')} {aot.ENVIRONMENT['XLA_FLAGS']}".strip()
-    os.environ.update(aot.ENVIRONMENT, XLA_FLAGS=flags, JAX_ENABLE_COMPILATION_CACHE="false")
+    os.environ.update(aot.ENVIRONMENT, XLA_FLAGS=flags)
 
 
 def _selects(config, marker):

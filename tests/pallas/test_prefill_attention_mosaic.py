@@ -206,10 +206,8 @@ def test_cuts_that_do_not_divide_or_fit_are_refused(config):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(
-    "heads", [(1, 8, 512), (2, 4, 512), (1, 16, 512), (1, 8, 256), (8, 2, 256)]
-)
-def test_kernel_compiles_for_an_h200_with_few_spills(heads, capfd):
+@pytest.mark.parametrize("heads", [(2, 4, 512), (1, 16, 512), (8, 2, 256)])
+def test_kernel_of_the_other_models_compiles_for_an_h200_with_few_spills(heads, capfd):
     num_kv, group, head_dim = heads
     struct = jax.ShapeDtypeStruct
     q = struct((4096, num_kv, group, head_dim), jnp.bfloat16)
