@@ -122,6 +122,22 @@ def _no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", guarded)
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Programs are compiled quickly rather than well, here and in processes started from here.
+
+    For modules whose programs run for a moment and compile for seconds, and whose claims do not
+    depend on what XLA makes of the code.
+    """
+    import jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def key():
     """A JAX random key, the same for every test."""

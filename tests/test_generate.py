@@ -20,6 +20,8 @@ from gemma_jax.runner import compiled_programs, make_program, prefill
 from gemma_jax.sampling_params import SamplingParams
 from gemma_jax.sequence import Sequence
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SHAPES = [
     "e2b-tiny",
     pytest.param("e4b-tiny", marks=pytest.mark.slow),
@@ -316,11 +318,13 @@ def test_little_score_memory_shortens_chunks_to_declared_lengths(e2b, monkeypatc
     assert group.chunk == 256
 
 
-def test_score_takes_a_chunk_that_is_no_multiple_of_its_block(e2b, monkeypatch):
+def test_score_takes_a_chunk_that_is_no_multiple_of_its_block(monkeypatch):
     monkeypatch.setattr(generate, "MAX_CHUNK", 96)
+    runner = random_runner(shallow("12b-tiny").replace(num_hidden_layers=1, layer_types=()))
     ids = prompts()[4] * 2
     scored = [
-        score_tokens(e2b, ids, dataclasses.replace(LIMITS, prefill_tokens=n), 1) for n in (96, 32)
+        score_tokens(runner, ids, dataclasses.replace(LIMITS, prefill_tokens=n), 1)
+        for n in (96, 32)
     ]
     values = [[x.sampled for x in s] for s in scored]
     np.testing.assert_allclose(*values, atol=TOLERANCE)
