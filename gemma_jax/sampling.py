@@ -18,6 +18,9 @@ from gemma_jax.pallas.head import top_candidates
 
 NO_ID = -1
 """Padding of id lists, and the token of a row that did not produce one."""
+FUSED_STOP_IDS = 8
+"""Up to so many stop ids are compared with every id, which XLA fuses with the soft cap before and
+the argmax after it: no float32 logits in memory. A longer list is scattered."""
 
 
 @jax.tree_util.register_dataclass
@@ -157,10 +160,17 @@ def _forbid(logits: jax.Array, allowed: jax.Array) -> jax.Array:
 
 
 def _forbid_early_stop(logits: jax.Array, table: SamplingTable, count: jax.Array) -> jax.Array:
+    """-inf at the stop ids of rows that have fewer than min_tokens."""
+    early = (count < table.min_tokens)[:, None]
+    stop_ids = jnp.where(early, table.stop_ids, NO_ID)
+    if stop_ids.shape[1] <= FUSED_STOP_IDS:
+        ids = jnp.arange(logits.shape[1])
+        for column in range(stop_ids.shape[1]):
+            logits = jnp.where(ids == stop_ids[:, column, None], -jnp.inf, logits)
+        return logits
     rows = jnp.arange(logits.shape[0])[:, None]
-    early = (count < table.min_tokens)[:, None] & (table.stop_ids != NO_ID)
-    ids = jnp.where(early, table.stop_ids, logits.shape[1])
-    return logits.at[rows, ids].set(-jnp.inf, mode="drop")
+    where = jnp.where(stop_ids == NO_ID, logits.shape[1], stop_ids)
+    return logits.at[rows, where].set(-jnp.inf, mode="drop")
 
 
 def _penalise(logits: jax.Array, table: SamplingTable, state: RowState) -> jax.Array:

@@ -60,13 +60,14 @@ def pytest_configure(config):
 
 
 def _report_resources():
-    """Let ptxas say what each kernel takes; XLA reads these when it starts."""
+    """Let ptxas say what each kernel takes; JAX and XLA read these when they start."""
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     from gemma_jax.testing import aot
 
     if not aot.available():
         raise pytest.UsageError("-m aot needs the CUDA plugin: uv run --group aot pytest -m aot")
     flags = f"{os.environ.get('XLA_FLAGS', '')} {aot.ENVIRONMENT['XLA_FLAGS']}".strip()
-    os.environ.update(aot.ENVIRONMENT, XLA_FLAGS=flags, JAX_ENABLE_COMPILATION_CACHE="false")
+    os.environ.update(aot.ENVIRONMENT, XLA_FLAGS=flags)
 
 
 def _selects(config, marker):
@@ -119,6 +120,22 @@ def _no_network(monkeypatch):
         return connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """Programs are compiled quickly rather than well, here and in processes started from here.
+
+    For modules whose programs run for a moment and compile for seconds, and whose claims do not
+    depend on what XLA makes of the code.
+    """
+    import jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

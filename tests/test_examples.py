@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUICK = ("generate", "chat", "logprobs")
 SLOW = ("batch",)

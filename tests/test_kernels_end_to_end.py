@@ -2,7 +2,6 @@
 
 import logging
 
-import jax
 import numpy as np
 import pytest
 from model_helpers import random_leaves
@@ -12,6 +11,8 @@ from gemma_jax.config import FULL, SLIDING
 from gemma_jax.errors import UnsupportedError
 from gemma_jax.pallas import dispatch
 from gemma_jax.testing.configs import TINY_CONFIGS
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
 CONFIG = TINY_CONFIGS["e2b-tiny"].replace(
@@ -26,14 +27,6 @@ PROMPTS = [np.random.default_rng(0).integers(0, 64, n).tolist() for n in (1, 10,
 @pytest.fixture(scope="module")
 def leaves():
     return {dtype: random_leaves(CONFIG, dtype) for dtype in ("float32", "bfloat16")}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Interpreted kernels are large programs that run for a moment: not worth optimising."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def run(leaves, prompts, dtype="float32", **settings):

@@ -18,6 +18,8 @@ from gemma_jax.errors import (
 from gemma_jax.testing.checkpoint import write_checkpoint
 from gemma_jax.testing.configs import TINY_CONFIGS
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
 LETTERS = list("▁abcdefghijklmnopqrstuvwxyz\nHé.")
 VOCAB = len(SPECIAL) + 256 + len(LETTERS)

@@ -1,15 +1,13 @@
-"""Greedy token and best candidates of soft-capped logits, without the capped logits in memory.
+"""Best candidates of soft-capped logits, without the capped logits in memory.
 
-    greedy_token:    argmax_i softcap(logits_i), the lowest id on a tie
     top_candidates:  the k largest softcap(logits_i), best first, the lower id first on a tie
 
 The capped values round to the compute dtype, which makes ties common: above 8 the capped bf16
-logits take 225 values. Both ops therefore compare capped, rounded values.
+logits take 225 values. The op therefore compares capped, rounded values.
 
-Two passes. The first reads the bf16 logits once and writes the best value and id of each block of
-ids; the second works on that small table. For candidates it picks k blocks: a value outside the k
-blocks with the largest maxima (lower block first on a tie) has k values before it, one from each of
-them, so the answer lies inside.
+Two passes. The first reads the logits once and writes the best value of each block of ids; the
+second looks into k blocks only: a value outside the k blocks with the largest maxima (lower block
+first on a tie) has k values before it, one from each of them, so the answer lies inside.
 
 Limits: bfloat16 or float32, compute capability 8.0 or a CPU (interpreted). Source of the soft cap:
 transformers 5.17 `Gemma4ForCausalLM`.
@@ -36,18 +34,10 @@ from gemma_jax.pallas.dispatch import (
 )
 
 BLOCK_IDS = 256
-"""Ids a block of the first pass, and the unit that `top_candidates` looks into again."""
-
+"""Ids a block of the first pass, and the unit that the second looks into."""
 
 MIN_CANDIDATE_ROWS = 8
 """From here on two passes beat XLA's own top-k, which sorts a row after the other."""
-
-
-class Best(NamedTuple):
-    """Best of each block of `BLOCK_IDS` ids: capped value float32 and id int32, [N, blocks]."""
-
-    value: jax.Array
-    id: jax.Array
 
 
 class Candidates(NamedTuple):
@@ -60,13 +50,6 @@ class Candidates(NamedTuple):
 # --- reference and plain jnp made for speed ------------------------------------------------------
 
 
-def greedy_token_reference(
-    logits: jax.Array, softcap: float | None, *, numerics: Numerics
-) -> jax.Array:
-    """The op in plain jnp."""
-    return jnp.argmax(layers.softcap(logits, softcap, numerics), axis=-1).astype(jnp.int32)
-
-
 def top_candidates_reference(
     logits: jax.Array, k: int, softcap: float | None, *, numerics: Numerics
 ) -> Candidates:
@@ -75,13 +58,12 @@ def top_candidates_reference(
     return Candidates(value, ids.astype(jnp.int32))
 
 
-def _block_best_xla(logits: jax.Array, softcap: float | None, numerics: Numerics) -> Best:
+def _block_best_xla(logits: jax.Array, softcap: float | None, numerics: Numerics) -> jax.Array:
+    """The largest capped value of each block of `BLOCK_IDS` ids, float32 [N, blocks]."""
     n, v = logits.shape
     padded = jnp.pad(logits, ((0, 0), (0, -v % BLOCK_IDS)), constant_values=-jnp.inf)
     blocks = layers.softcap(padded, softcap, numerics).reshape(n, -1, BLOCK_IDS)
-    first = jnp.argmax(blocks, axis=-1).astype(jnp.int32)
-    starts = jnp.arange(blocks.shape[1], dtype=jnp.int32) * BLOCK_IDS
-    return Best(jnp.max(blocks, axis=-1), first + starts)
+    return jnp.max(blocks, axis=-1)
 
 
 # --- kernel --------------------------------------------------------------------------------------
@@ -103,7 +85,6 @@ def default_config(num_rows: int) -> Config:
 def _kernel(
     logits_ref: Any,
     value_ref: Any,
-    id_ref: Any,
     *,
     softcap: float | None,
     config: Config,
@@ -116,12 +97,7 @@ def _kernel(
     inside = ids < logits_ref.shape[1]
     z = triton.load(logits_ref.at[row, ids], mask=inside, other=-jnp.inf).astype(jnp.float32)
     z = jnp.where(inside, _cap(z, softcap, numerics), -jnp.inf)
-    value = jnp.max(z, axis=1)
-    # The lowest id among equals.
-    best = jnp.min(jnp.where(z == value[:, None], ids, logits_ref.shape[1]), axis=1)
-    exists = block < value_ref.shape[1]
-    triton.store(value_ref.at[row, block], value, mask=exists)
-    triton.store(id_ref.at[row, block], best, mask=exists)
+    triton.store(value_ref.at[row, block], jnp.max(z, axis=1), mask=block < value_ref.shape[1])
 
 
 def _cap(z: jax.Array, softcap: float | None, numerics: Numerics) -> jax.Array:
@@ -137,37 +113,28 @@ def _cap(z: jax.Array, softcap: float | None, numerics: Numerics) -> jax.Array:
 
 def _block_best_pallas(
     logits: jax.Array, softcap: float | None, numerics: Numerics, config: Config | None = None
-) -> Best:
+) -> jax.Array:
+    """As `_block_best_xla`."""
     n, v = logits.shape
     config = config or default_config(n)
     blocks = pl.cdiv(v, BLOCK_IDS)
-    out = triton.pallas_call(
+    return triton.pallas_call(
         functools.partial(_kernel, softcap=softcap, config=config, numerics=numerics),
         name="block_best",
-        out_shape=[
-            jax.ShapeDtypeStruct((n, blocks), jnp.float32),
-            jax.ShapeDtypeStruct((n, blocks), jnp.int32),
-        ],
+        out_shape=jax.ShapeDtypeStruct((n, blocks), jnp.float32),
         grid=(n, pl.cdiv(blocks, config.blocks)),
         in_specs=[triton.whole()],
-        out_specs=[triton.whole(), triton.whole()],
+        out_specs=triton.whole(),
         num_warps=config.num_warps,
         num_stages=1,
     )(logits)
-    return Best(*out)
-
-
-def _greedy(block_best: Any, logits: jax.Array, softcap: float | None, *, numerics: Numerics):
-    best = block_best(logits, softcap, numerics)
-    winner = jnp.argmax(best.value, axis=-1, keepdims=True)  # the first block on a tie
-    return jnp.take_along_axis(best.id, winner, axis=-1)[:, 0]
 
 
 def _candidates(
     block_best: Any, logits: jax.Array, k: int, softcap: float | None, *, numerics: Numerics
 ) -> Candidates:
     n, v = logits.shape
-    maxima = block_best(logits, softcap, numerics).value
+    maxima = block_best(logits, softcap, numerics)
     blocks = lax.top_k(maxima, min(k, maxima.shape[1]))[1]
     blocks = jnp.sort(blocks, axis=-1)  # positions in order of id, so that ties go to the lower
     ids = blocks[..., None] * BLOCK_IDS + jnp.arange(BLOCK_IDS, dtype=blocks.dtype)
@@ -178,24 +145,7 @@ def _candidates(
     return Candidates(value, jnp.take_along_axis(ids, at, axis=-1))
 
 
-# --- public ops ----------------------------------------------------------------------------------
-
-
-def greedy_token(
-    logits: jax.Array,
-    softcap: float | None,
-    *,
-    numerics: Numerics,
-    implementation: Implementation | None = None,
-) -> jax.Array:
-    """The id of the largest soft-capped logit, the lowest on a tie: int32 [N] of logits [N, V].
-
-    Raises:
-      UnsupportedError: the named implementation cannot take these inputs.
-    """
-    return _run("greedy_token", _greedy, greedy_token_reference, logits, implementation)(
-        logits, softcap, numerics=numerics
-    )
+# --- public op -----------------------------------------------------------------------------------
 
 
 def top_candidates(
@@ -214,22 +164,16 @@ def top_candidates(
     """
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"k={k}: expected 1 … {logits.shape[1]}, the vocabulary")
-    run = _run(
-        "top_candidates", _candidates, top_candidates_reference, logits, implementation,
-        min_rows=MIN_CANDIDATE_ROWS,
-    )  # fmt: skip
-    return run(logits, k, softcap, numerics=numerics)
-
-
-def _run(op: str, second_pass: Any, reference: Any, logits: jax.Array, implementation, min_rows=1):
-    triton_pass = functools.partial(second_pass, _block_best_pallas)
-    many = logits.shape[0] >= min_rows
+    kernel = functools.partial(_candidates, _block_best_pallas)
+    many = logits.shape[0] >= MIN_CANDIDATE_ROWS
     choices = {
-        "triton": Choice(triton_pass, functools.partial(_unsupported, logits), lambda _: many),
-        "xla": Choice(functools.partial(second_pass, _block_best_xla), preferred=lambda _: many),
-        "reference": Choice(reference),
+        "triton": Choice(kernel, functools.partial(_unsupported, logits), lambda _: many),
+        "xla": Choice(functools.partial(_candidates, _block_best_xla), preferred=lambda _: many),
+        "reference": Choice(top_candidates_reference),
     }
-    return dispatch(op, implementation, choices, f"{logits.dtype}{list(logits.shape)}")
+    shape = f"{logits.dtype}{list(logits.shape)}"
+    run = dispatch("top_candidates", implementation, choices, shape)
+    return run(logits, k, softcap, numerics=numerics)
 
 
 def _unsupported(logits: jax.Array, device: Device) -> str | None:

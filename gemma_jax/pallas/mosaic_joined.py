@@ -94,8 +94,9 @@ def _compute_warpgroup(
         plgpu.barrier_arrive(memory.k_empty.at[slot])
         p, m, factor = softmax(mask_edges(shape, work, token, step, s), m)
         total = total * factor + p.sum(axis=1)
+        p = p.astype(memory.v.dtype)
         acc = acc * lax.broadcast_in_dim(factor, acc.shape, [0])
-        acc = _add_values(shape, work, memory, step, p.astype(memory.v.dtype), acc, interpret)
+        acc = _add_values(shape, work, memory, step, p, acc, interpret)
         plgpu.barrier_arrive(memory.v_empty.at[slot])
         return acc, m, total
 

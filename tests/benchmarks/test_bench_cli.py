@@ -14,6 +14,8 @@ from gemma_jax.errors import ConfigError
 from gemma_jax.testing.configs import TINY_CONFIGS
 from gemma_jax.testing.weights import tensor_moments
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 QUICK = ["--preset", "e2b-tiny", "--peak-flops", "1e12", "--peak-bandwidth", "1e12"]
 
 

@@ -11,7 +11,8 @@ from gemma_jax.testing.tolerance import assert_close_to_exact
 
 def compiled(call):
     """`call` of a tree of arrays, compiled quickly rather than well on a CPU."""
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    options = quick if jax.default_backend() == "cpu" else {}
     return jax.jit(call, compiler_options=options)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from kernel_checks import compiled
 
 from gemma_jax.errors import UnsupportedError
 from gemma_jax.numerics import Numerics
@@ -121,10 +122,13 @@ def test_each_row_is_stored_once_and_each_seen_key_loaded(batch, window, group, 
         max_q_len=max(1, int(lengths.max())), config=config,
     )  # fmt: skip
     segments = Segments.packed(lengths, keys)
-    meta = np.asarray(meta_of(segments, rows))
+    meta = np.asarray(compiled(lambda s: meta_of(s, rows))(segments))
     stored = np.zeros(rows, int)
     index, block = np.divmod(np.arange(shape.clusters * cluster, dtype=np.int32), cluster)
-    works = jax.vmap(lambda i, b: vars(work_of(shape, jnp.asarray(meta), i, b)))(index, block)
+    works = compiled(
+        lambda blocks: jax.vmap(lambda i, b: vars(work_of(shape, jnp.asarray(meta), i, b)))(*blocks)
+    )((index, block))
+    works = {name: np.asarray(x) for name, x in works.items()}
     stride = shape.tiles * shape.cluster_tokens
     for i in range(len(index)):
         work = {name: int(x[i]) for name, x in works.items()}
@@ -206,10 +210,8 @@ def test_cuts_that_do_not_divide_or_fit_are_refused(config):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(
-    "heads", [(1, 8, 512), (2, 4, 512), (1, 16, 512), (1, 8, 256), (8, 2, 256)]
-)
-def test_kernel_compiles_for_an_h200_with_few_spills(heads, capfd):
+@pytest.mark.parametrize("heads", [(2, 4, 512), (1, 16, 512), (8, 2, 256)])
+def test_kernel_of_the_other_models_compiles_for_an_h200_with_few_spills(heads, capfd):
     num_kv, group, head_dim = heads
     struct = jax.ShapeDtypeStruct
     q = struct((4096, num_kv, group, head_dim), jnp.bfloat16)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from kernel_checks import edge_cases, poison_out_of_bounds
+from kernel_checks import compiled, edge_cases, poison_out_of_bounds
 
 from gemma_jax.config import PRESETS
 from gemma_jax.errors import UnsupportedError
@@ -36,9 +36,8 @@ DESIGNS = [
 
 
 def leaves(call, arrays):
-    """Results of `call(**arrays)`, compiled quickly rather than well on a CPU."""
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-    out = jax.jit(lambda arrays: call(**arrays), compiler_options=options)(arrays)
+    """Results of `call(**arrays)`."""
+    out = compiled(lambda arrays: call(**arrays))(arrays)
     return [np.asarray(x) for x in jax.tree.leaves(out)]
 
 
