@@ -373,10 +373,23 @@ class LLM:
 
     def _step(self) -> int:
         """One step of the engine; the number of completions that ended."""
-        deltas = self.engine.step()
+        try:
+            deltas = self.engine.step()
+        except BaseException as error:
+            self._give_up_engine(error)
+            raise
         for delta in deltas:
             self._deliver(delta)
         return sum(delta.finish_reason is not None for delta in deltas)
+
+    def _give_up_engine(self, error: BaseException) -> None:
+        """After an interruption: a call may have consumed the cache, so the next engine is new."""
+        self._engine = None
+        reason = f"the engine was interrupted by {type(error).__name__}; ask again"
+        for request_id in list(self._sinks):
+            self._deliver(
+                CompletionDelta(request_id, 0, "", [], finish_reason="error", error=reason)
+            )
 
     def _deliver(self, delta: CompletionDelta) -> None:
         sink = self._sinks.get(delta.request_id)
@@ -400,7 +413,7 @@ class LLM:
                     self._step()
                 delta = inbox.popleft()
                 if delta.error is not None:
-                    raise CapacityError(delta.error)
+                    raise RequestError(delta.error)
                 yield StreamChunk(
                     delta.text, delta.token_ids, delta.finish_reason, delta.stop_reason,
                     delta.logprobs,

@@ -50,8 +50,17 @@ SCORE_BLOCK = 64
 STEP_BLOCK = 4
 """Decode steps between two looks at whether any row goes on.
 
-The host waits for each look; within a block it queues the steps' CUDA graphs without waiting.
+A look costs a kernel or two; the steps of a block are unrolled.
 """
+
+ONE_GRAPH: dict[str, Any] = {
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,WHILE"
+    ),
+    "xla_gpu_command_buffer_unroll_loops": True,
+}
+"""XLA's options that make a whole decode call one CUDA graph, loops included: the device decides
+by itself whether it goes on."""
 
 
 @jax.tree_util.register_dataclass
@@ -318,6 +327,12 @@ def _join_rows(x: jax.Array, groups: int) -> jax.Array:
 
 _prefill = jax.jit(prefill, static_argnums=range(5), donate_argnames=("cache", "state"))
 _decode = jax.jit(decode, static_argnums=range(3), donate_argnames=("cache", "state"))
+_decode_on_gpu = jax.jit(
+    decode,
+    static_argnums=range(3),
+    donate_argnames=("cache", "state"),
+    compiler_options=ONE_GRAPH,
+)
 _score = jax.jit(score, static_argnums=range(3), donate_argnames=("cache",))
 
 
@@ -392,7 +407,9 @@ class Runner:
         max_steps: int,
     ) -> tuple[KVCache, RowState, StepOutput]:
         """See `decode`; `cache` and `state` are consumed."""
-        return _decode(
+        on_gpu = jax.default_backend() == "gpu"
+        call = _decode_on_gpu if on_gpu and max_steps > 1 else _decode
+        return call(
             self._program(layout), max_steps, statics,
             self._leaves, cache, state, rows, tables, table,
         )  # fmt: skip
@@ -442,5 +459,5 @@ def _new_state(slots: int, vocab_size: int | None) -> RowState:
 
 def compiled_programs() -> int:
     """Number of programs compiled so far in this process, over all runners."""
-    programs: tuple[Any, ...] = (_prefill, _decode, _score)
+    programs: tuple[Any, ...] = (_prefill, _decode, _decode_on_gpu, _score)
     return sum(f._cache_size() for f in programs)

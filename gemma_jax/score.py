@@ -1,6 +1,7 @@
 """Teacher forcing: the log-probability of every token of a given sequence."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,11 +44,11 @@ def score_tokens(
     return scored
 
 
-def _chunk(token_ids: Sequence[int], start: int, size: int):
+def _chunk(token_ids: Sequence[int], start: int, size: int) -> tuple[Chunk, Any]:
     """One row's chunk that begins at `start`, and the token that follows each of its tokens."""
     part = token_ids[start : start + size + 1]
     count = len(part) - 1
-    ids, targets = np.zeros((2, 1, size), np.int32)
+    ids, targets = (np.zeros((1, size), np.int32) for _ in range(2))
     ids[0, :count], targets[0, :count] = part[:-1], part[1:]
     one = np.ones(1, np.int32)
     return Chunk(ids, one * start, one * count, one == 0, one * 0, one * 0), targets  # type: ignore[arg-type]

@@ -4,16 +4,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemma_jax.buckets import MIN_CHUNK, chunk_buckets, length_buckets, pick, row_buckets
+from gemma_jax.buckets import (
+    MIN_CHUNK,
+    chunk_buckets,
+    decode_row_buckets,
+    length_buckets,
+    pick,
+    prefill_row_buckets,
+)
 from gemma_jax.errors import CapacityError
 
 pytestmark = pytest.mark.fast
 
 
 def test_row_buckets_are_powers_of_two_and_the_limit():
-    assert row_buckets(1) == (1,)
-    assert row_buckets(8) == (1, 2, 4, 8)
-    assert row_buckets(12) == (1, 2, 4, 8, 12)
+    assert prefill_row_buckets(1) == decode_row_buckets(1) == (1,)
+    assert prefill_row_buckets(12) == (1, 4, 8, 12)
+    assert decode_row_buckets(100) == (1, 4, 16, 64, 100)
+    assert decode_row_buckets(256) == (1, 4, 16, 64, 128, 256)
 
 
 def test_chunk_buckets_start_with_the_shortest_chunk():

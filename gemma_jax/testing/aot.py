@@ -6,10 +6,11 @@ no driver. Speed and numerics stay unknown. The descriptions of both GPUs are in
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources, util
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ def compile_for(
     function: Callable[..., Any],
     *arguments: Any,
     dump_to: Path | None = None,
+    compiler_options: Mapping[str, Any] = MappingProxyType({}),
     **jit_options: Any,
 ):
     """The executable of `function` for `mesh`; arguments are arrays or shapes, in any tree.
@@ -60,7 +62,7 @@ def compile_for(
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function, **jit_options).trace(*shapes).lower()
     options = {} if dump_to is None else {"xla_dump_to": str(dump_to)}
-    return lowered.compile(compiler_options=options)
+    return lowered.compile(compiler_options={**compiler_options, **options})
 
 
 @dataclass(frozen=True)

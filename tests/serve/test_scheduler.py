@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from scheduler_simulation import Simulation
 
-from gemma_jax.buckets import row_buckets
+from gemma_jax.buckets import prefill_row_buckets
 from gemma_jax.errors import CapacityError, ConfigError, RequestError
 from gemma_jax.serve.entry import DecodePlan, Drain, Entry, PrefillPlan, Status
 from gemma_jax.serve.pages import CacheSizes, KVPages
@@ -23,7 +23,7 @@ def simulation(full=200, window=200, prefix_caching=True, **limits) -> Simulatio
     rows = limits.get("max_num_seqs", 4)
     defaults = {
         "max_num_seqs": rows, "max_num_batched_tokens": 64, "mixed_budget": 16,
-        "row_buckets": row_buckets(rows), "chunk_buckets": (4, 8, CHUNK), "decode_steps": 8,
+        "row_buckets": prefill_row_buckets(rows), "chunk_buckets": (4, 8, CHUNK), "decode_steps": 8,
         "decode_steps_waiting": 2,
     }  # fmt: skip
     return Simulation(sizes, SchedulerLimits(**(defaults | limits)), prefix_caching)
@@ -142,7 +142,7 @@ def test_many_rows_that_would_mostly_pad_are_cut_in_two_chunks():
     limits = {"chunk_buckets": (512, 1024), "max_num_batched_tokens": 8192, "max_num_seqs": 8}
     ring = CacheSizes.min_ring_pages(WINDOW, 1024, PAGE)
     sizes = CacheSizes(PAGE, 2000, 3000, WINDOW, ring)
-    rest = {"mixed_budget": 8192, "row_buckets": row_buckets(8)}
+    rest = {"mixed_budget": 8192, "row_buckets": prefill_row_buckets(8)}
     scheduler = Scheduler(SchedulerLimits(**limits, **rest), KVPages(sizes))
     scheduler.add(*(Entry(i, prompt(512, i), 512, 513) for i in range(7)))
     scheduler.add(Entry(7, prompt(600), 600, 601))
@@ -157,7 +157,7 @@ def test_many_rows_that_would_mostly_pad_are_cut_in_two_chunks():
 
 
 def test_rows_that_would_mostly_be_padding_wait_for_the_next_call():
-    limits = SchedulerLimits(8, 16384, 16384, row_buckets(8), (2048,))
+    limits = SchedulerLimits(8, 16384, 16384, prefill_row_buckets(8), (2048,))
     ring = CacheSizes.min_ring_pages(512, 2048, 128)
     scheduler = Scheduler(limits, KVPages(CacheSizes(128, 400, 400, 512, ring)))
     scheduler.add(*(Entry(i, prompt(2048, i), 2048, 2050) for i in range(5)))
@@ -431,7 +431,7 @@ class Traffic(RuleBasedStateMachine):
         )
         rows = draw(1, 2, 4, 6)
         limits = SchedulerLimits(
-            rows, draw(8, 16, 64), draw(2, 8, 16), row_buckets(rows), chunks, draw(1, 4, 8),
+            rows, draw(8, 16, 64), draw(2, 8, 16), prefill_row_buckets(rows), chunks, draw(1, 4, 8),
             draw(1, 2, 4),
         )  # fmt: skip
         self.sim = Simulation(sizes, limits, prefix_caching=draw(True, True, True, False))
