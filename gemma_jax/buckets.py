@@ -30,9 +30,12 @@ def chunk_buckets(max_chunk: int) -> tuple[int, ...]:
 
 
 def length_buckets(max_len: int, page_size: int) -> tuple[int, ...]:
-    """Cache lengths in tokens: one page times 1, 2, 3, 4, 6, 8, 12, … up to `max_len`."""
-    sizes = {page_size * n for power in _powers(1, max_len) for n in (power, power * 3 // 2)}
-    return (*sorted(s for s in sizes if s < max_len), max_len)
+    """Widths of a page table in tokens: one page times 1, 4, 16, 64, … up to `max_len`.
+
+    Few, because each is a program; plain attention reads every page that a table has room for.
+    """
+    sizes = (page_size * 4**n for n in range(16))
+    return (*(s for s in sizes if s < max_len), max_len)
 
 
 def pick(value: int, buckets: tuple[int, ...], what: str) -> int:

@@ -16,6 +16,7 @@ from gemma_jax.batch_arrays import (
 )
 from gemma_jax.kernels import Kernels
 from gemma_jax.sampling import (
+    FUSED_STOP_IDS,
     NO_ID,
     RowState,
     SamplingStatics,
@@ -105,10 +106,12 @@ def test_suppression_wins_over_a_bias_on_the_same_id():
     ) != [5]
 
 
-def test_no_stop_id_is_drawn_before_min_tokens():
+@pytest.mark.parametrize("others", [0, FUSED_STOP_IDS], ids=["compared", "scattered"])
+def test_no_stop_id_is_drawn_before_min_tokens(others):
     logits = np.zeros((1, V), np.float32)
     logits[0, [1, 60, 7]] = [9, 8, 7]
-    row = sequence(temperature=0, min_tokens=3, stop_token_ids=(60,))
+    stop_ids = (60, *range(70, 70 + others))
+    row = sequence(temperature=0, min_tokens=3, stop_token_ids=stop_ids)
     assert draw(logits, [row], count=2) == [7]
     assert draw(logits, [row], count=3) == [1]
 

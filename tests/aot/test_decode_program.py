@@ -1,4 +1,4 @@
-"""The decode loop compiled for a GPU: one CUDA graph a call, few kernels a step, no copy of the cache."""
+"""The decode loop compiled for a GPU: a CUDA graph a call, few kernels a step, no cache copied."""
 
 import re
 

@@ -29,7 +29,6 @@ def write_rows(path, rows):
     return str(path)
 
 
-@pytest.mark.fast
 def test_first_command_of_the_readme_streams_text_and_starts_quicker_again(tmp_path):
     environment = os.environ | {"GEMMA_JAX_CACHE_DIR": str(tmp_path)}
     for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
