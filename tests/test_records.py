@@ -1,5 +1,7 @@
 """The record format: rows of requests, reading, and writing after an interrupted run."""
 
+import gzip
+import lzma
 import math
 
 import pytest
@@ -136,3 +138,15 @@ def test_reading_a_missing_file_names_it(tmp_path):
 def test_device_file_is_not_an_output():
     with pytest.raises(ConfigError, match="not a regular file"):
         RecordWriter("/dev/null")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz"])
+def test_compressed_file_is_read_and_a_cut_one_refused(tmp_path, suffix):
+    plain, path = tmp_path / "r.jsonl", tmp_path / f"r.jsonl{suffix}"
+    write(plain, new=rows(1, 2))
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}[suffix]
+    path.write_bytes(pack(plain.read_bytes()))
+    assert [row["id"] for row in read_records(path).rows] == [1, 2]
+    path.write_bytes(path.read_bytes()[:-12])
+    with pytest.raises(ConfigError, match="damaged or cut off"):
+        list(read_records(path).rows)

@@ -126,7 +126,7 @@ def test_cells_that_run_out_of_memory_or_are_unsupported_are_rows(fake):
     assert not any(map(matrix.failed, got))
 
 
-def test_interrupted_matrix_goes_on_and_refuses_other_settings(tiny_model, tmp_path, capsys):
+def test_interrupted_matrix_goes_on_and_refuses_other_settings(fake, tiny_model, tmp_path, capsys):
     output = tmp_path / "m.jsonl"
     command = [
         "parity", "matrix", "--model", tiny_model, "--output", str(output), "--contexts", "20",

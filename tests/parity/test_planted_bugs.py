@@ -150,6 +150,7 @@ def moe(tmp_path_factory):
     return planted.load(folder, "float32")
 
 
+@pytest.mark.slow
 def test_lost_expert_scale_is_caught_in_float32_and_found_in_its_layer(moe):
     config, leaves = moe
     assert place(MOE_HIDDEN, config, leaves) is None
