@@ -6,7 +6,7 @@ from gemma_jax.serve.collect import Collector
 from gemma_jax.serve.engine import Engine
 from gemma_jax.serve.request import EngineRequest
 
-MAX_LEN = 256
+MAX_LEN = 128
 MEMORY = 2**26
 NO_TOKEN = 999
 """An EOS outside the vocabulary: never drawn, and the shapes are those of a real one."""
@@ -14,8 +14,8 @@ NO_TOKEN = 999
 
 def make_engine(runner, *, memory=MEMORY, max_len=MAX_LEN, **settings):
     defaults = {
-        "dtype": "float32", "max_num_seqs": 8, "page_size": 32, "decode_steps": 8,
-        "max_num_batched_tokens": 256, "mixed_batched_tokens": 32,
+        "dtype": "float32", "max_num_seqs": 4, "page_size": 32, "decode_steps": 8,
+        "max_num_batched_tokens": 128, "mixed_batched_tokens": 32,
     }  # fmt: skip
     return Engine(runner, EngineConfig(**defaults | settings), max_len, memory)
 
@@ -23,7 +23,7 @@ def make_engine(runner, *, memory=MEMORY, max_len=MAX_LEN, **settings):
 def request(prompt, steps=40, name=None, eos=(NO_TOKEN,), seed=7, **params):
     """A request that samples, because the greedy streams of so few layers soon repeat."""
     params = SamplingParams(**{"temperature": 1.0, "logprobs": 1, "max_tokens": steps} | params)
-    name = name or f"r{id(object())}-{len(prompt)}"
+    name = name or f"request of {len(prompt)}"
     return EngineRequest(name, list(prompt), params, steps, tuple(eos), seed)
 
 
