@@ -68,7 +68,7 @@ class Config:
     num_stages: int = 1
 
     def columns(self, spec: "Spec") -> int:
-        """"dot": rows of x in a tile, padded to what the tensor cores take."""
+        """ "dot": rows of x in a tile, padded to what the tensor cores take."""
         return max(pl.next_power_of_2(spec.batch), 16 // self.segments)
 
 
