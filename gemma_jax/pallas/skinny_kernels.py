@@ -33,7 +33,7 @@ from gemma_jax.pallas.device import Device, current_device
 from gemma_jax.pallas.dispatch import needs_gpu_or_interpreter
 from gemma_jax.pallas.kernel_math import inverse_root
 
-MAX_BATCH = 64
+MAX_BATCH = 16
 """Rows of x: more are a matter for a tiled matmul."""
 RESIDENT_K = 2560
 """Widest x that "rows" keeps in registers."""
@@ -53,7 +53,6 @@ class Config:
       ahead: "rows": tiles loaded in advance; "columns": chunks loaded in advance.
       blocks: "rows": blocks of the grid.
       segments: "dot": parts of K side by side in one tile.
-      splits: "dot": blocks that share the depth of a tile; the last of them adds what they found.
       num_warps, num_stages: of a block; stages are shared-memory buffers of "dot".
     """
 
@@ -63,13 +62,8 @@ class Config:
     ahead: int = 1
     blocks: int = 0
     segments: int = 1
-    splits: int = 1
     num_warps: int = 4
     num_stages: int = 1
-
-    def columns(self, spec: "Spec") -> int:
-        """ "dot": rows of x in a tile, padded to what the tensor cores take."""
-        return max(pl.next_power_of_2(spec.batch), 16 // self.segments)
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,6 @@ class Operands:
     factor: Any = None
     pre: Any = None
     ple: Any = None
-    counters: Any = None
 
     def names(self) -> list[str]:
         """The operands that there are."""
@@ -371,16 +364,18 @@ def _columns_kernel(refs: Operands, out: Any, config: Config, spec: Spec) -> Non
         _finish(refs, out, (b, row), row < spec.n, products, spec)
 
 
-def _dot_kernel(refs: Operands, outputs: "_Outputs", config: Config, spec: Spec) -> None:
+def _dot_kernel(
+    refs: Operands, h_out: Any, x_out: Any, out: Any, config: Config, spec: Spec
+) -> None:
     s, rows, width = config.segments, config.rows, config.width
     left = pl.program_id(0) * rows * s + jnp.arange(rows * s)
-    columns = config.columns(spec)
+    columns = max(pl.next_power_of_2(spec.batch), 16 // s)
     mask = None
     if spec.n % rows:
         mask = jnp.broadcast_to((left < spec.n * s)[:, None], (rows * s, width))
-    if outputs.x is not None:
-        _write_x(refs, outputs.h, outputs.x, spec)
-    x_of = _right_operand(refs.h if outputs.x is None else outputs.x, columns, config, spec)
+    if x_out is not None:
+        _write_x(refs, h_out, x_out, spec)
+    x_of = _right_operand(refs.h if x_out is None else x_out, columns, config, spec)
 
     def product(p: int, start: Any, x: jax.Array) -> jax.Array:
         weights = _load_weights(refs.w, p * spec.n * s + left, _span(start, width), mask)
@@ -391,52 +386,11 @@ def _dot_kernel(refs: Operands, outputs: "_Outputs", config: Config, spec: Spec)
         return tuple(total + product(p, i * width, x) for p, total in enumerate(totals))
 
     zero = jnp.zeros((rows * s, columns * s), jnp.float32)
-    first, stop = _share(spec.k // s // width, config.splits)
-    totals = lax.fori_loop(first, stop, body, (zero,) * spec.parts)
+    totals = lax.fori_loop(0, spec.k // s // width, body, (zero,) * spec.parts)
     products = [_sum_of_equal_segments(total, rows, columns, s) for total in totals]
     row, batch = pl.program_id(0) * rows + jnp.arange(rows), jnp.arange(columns)
     inside = (row < spec.n)[:, None] & (batch < spec.batch)[None, :]
-
-    def finish(products: Chunks) -> None:
-        _finish(refs, outputs.out, (batch[None, :], row[:, None]), inside, products, spec)
-
-    if config.splits == 1:
-        finish(products)
-    else:
-        _merge(refs.counters, outputs.partial, products, finish, config)
-
-
-def _share(chunks: int, splits: int) -> tuple[Any, Any]:
-    """First and last chunk, exclusive, of this block."""
-    if splits == 1:
-        return 0, chunks
-    split = pl.program_id(1)
-    return split * chunks // splits, (split + 1) * chunks // splits
-
-
-def _merge(
-    counters: Any, partial: Any, products: Chunks, finish: Callable[[Chunks], None], config: Config
-) -> None:
-    """Stores a split's products; the last block of a tile adds all splits, in their order."""
-    tile, split = pl.program_id(0), pl.program_id(1)
-    rows, columns = (pl.ds(0, size) for size in products[0].shape)
-    for p, product in enumerate(products):
-        triton.store(partial.at[tile, split, jnp.int32(p), rows, columns], product)
-    if current_device().is_gpu:
-        triton.debug_barrier()  # every thread's part is stored before one thread counts it
-    arrived = triton.atomic_add(counters, tile, jnp.int32(1))
-
-    @pl.when(arrived == config.splits - 1)
-    def _last() -> None:
-        found = [
-            [
-                triton.load(partial.at[tile, jnp.int32(i), jnp.int32(p), rows, columns])
-                for i in range(config.splits)
-            ]
-            for p in range(len(products))
-        ]
-        finish([functools.reduce(operator.add, parts) for parts in found])
-        counters[tile] = 0  # as the next call expects it
+    _finish(refs, out, (batch[None, :], row[:, None]), inside, products, spec)
 
 
 def _sum_of_equal_segments(total: jax.Array, rows: int, columns: int, s: int) -> jax.Array:
@@ -467,32 +421,24 @@ def _right_operand(x: Any, columns: int, config: Config, spec: Spec) -> Callable
 # --- call ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Outputs:
-    """Refs of what a call writes; None where it does not."""
-
-    h: Any
-    x: Any
-    partial: Any
-    out: Any
-
-
 def _kernel(*flat: Any, names: list[str], config: Config, spec: Spec) -> None:
-    by_name = dict(zip(names, flat, strict=True))
-    refs = Operands(**{n: ref for n, ref in by_name.items() if not n.startswith("out_")})
-    outputs = _Outputs(*(by_name.get(f"out_{f.name}") for f in fields(_Outputs)))
+    refs = Operands(**dict(zip(names, flat, strict=False)))
+    outputs = list(flat[len(names) :])
+    out = outputs.pop()
+    h_out = outputs.pop(0) if spec.stores_h else None
+    x_out = outputs.pop() if outputs else None
     if config.design == "rows":
-        _rows_kernel(refs, outputs.h, outputs.out, config, spec)
+        _rows_kernel(refs, h_out, out, config, spec)
     elif config.design == "columns":
-        _columns_kernel(refs, outputs.out, config, spec)
+        _columns_kernel(refs, out, config, spec)
     else:
-        _dot_kernel(refs, outputs, config, spec)
+        _dot_kernel(refs, h_out, x_out, out, config, spec)
 
 
-def grid_of(config: Config, spec: Spec) -> tuple[int, int]:
-    """Blocks of the grid, and the splits of each."""
+def grid_of(config: Config, spec: Spec) -> tuple[int]:
+    """Blocks of the grid."""
     tiles = pl.cdiv(spec.n, config.rows)
-    return (min(config.blocks, tiles) if config.design == "rows" else tiles), config.splits
+    return (min(config.blocks, tiles) if config.design == "rows" else tiles,)
 
 
 def call(
@@ -509,17 +455,20 @@ def call(
     arrays = {n: getattr(operands, n) for n in names}
     s = config.segments
     arrays["w"] = operands.w.reshape(spec.parts * spec.n * s, spec.k // s)
-    shapes = _output_shapes(operands, config, spec)
-    if config.splits > 1:
-        # Counted up and set back to zero by the kernel: XLA fills one such array for all layers of
-        # a step. Two calls that share it must not overlap; those of one stream do not.
-        arrays["counters"] = jnp.zeros(grid_of(config, spec)[:1], jnp.int32)
+    dtype = operands.h.dtype
+    shapes = [jax.ShapeDtypeStruct((spec.batch, spec.n), dtype)]
+    stream = jax.ShapeDtypeStruct((spec.batch, spec.k), dtype)
+    has_prologue = any(x is not None for x in (operands.y, operands.factor, operands.pre))
+    if has_prologue and config.design == "dot":
+        shapes.insert(0, stream)
+    if spec.stores_h:
+        shapes.insert(0, stream)
     outputs = triton.pallas_call(
-        functools.partial(_kernel, names=[*arrays, *shapes], config=config, spec=spec),
+        functools.partial(_kernel, names=names, config=config, spec=spec),
         name=name,
-        out_shape=list(shapes.values()),
+        out_shape=shapes,
         grid=grid_of(config, spec),
-        in_specs=[triton.whole() for _ in arrays],
+        in_specs=[triton.whole() for _ in names],
         out_specs=[triton.whole() for _ in shapes],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -530,19 +479,3 @@ def call(
         ),
     )(*arrays.values())
     return (outputs[0] if spec.stores_h else None), outputs[-1]
-
-
-def _output_shapes(
-    operands: Operands, config: Config, spec: Spec
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Outputs by the name of their ref."""
-    dtype = operands.h.dtype
-    stream = jax.ShapeDtypeStruct((spec.batch, spec.k), dtype)
-    has_prologue = any(x is not None for x in (operands.y, operands.factor, operands.pre))
-    shapes = {"out_h": stream} if spec.stores_h else {}
-    if has_prologue and config.design == "dot":
-        shapes["out_x"] = stream
-    if config.splits > 1:
-        kept = (*grid_of(config, spec), spec.parts, config.rows, config.columns(spec))
-        shapes["out_partial"] = jax.ShapeDtypeStruct(kept, jnp.float32)
-    return shapes | {"out_out": jax.ShapeDtypeStruct((spec.batch, spec.n), dtype)}

@@ -34,8 +34,18 @@ from gemma_jax.pallas.device import SHARED_MEMORY, Device, current_device
 
 ROWS = 64
 """Rows of a wgmma product."""
+MIN_ROWS = 24
+"""Fewer than 17 rows are faster in `skinny_kernels`."""
 SWIZZLE = 64
 """Columns of a swizzled tile of bfloat16."""
+
+MAX_OUTPUTS = 192
+"""Outputs of a block, of all parts: what leaves its registers to the epilogue."""
+MAX_SPLITS = 16
+STAGE_BYTES = 200 * 1024
+"""Shared memory for stages."""
+CORES = 132
+"""Of an H200, for which a CPU interprets."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,39 @@ class Config:
     stages: int = 6
     splits: int = 1
     cluster: int = 1
+
+
+def default_config(
+    parts: int, n: int, k: int, device: Device, may_split: bool = False
+) -> Config | None:
+    """The cut that gives the busiest core least to do; None if nothing fits.
+
+    Args:
+      parts, n, k: P, N and K.
+      device: what it will run on.
+      may_split: whether the caller takes partial sums.
+    """
+    cores = device.num_cores if device.is_gpu else CORES
+    tiles = [t for t in range(8, MAX_OUTPUTS // parts + 1, 8) if n % t == 0]
+    splits = range(1, min(MAX_SPLITS, k // SWIZZLE) + 1) if may_split and parts == 1 else (1,)
+    cuts = [(tile, split) for tile in tiles for split in splits]
+    if not cuts or k % SWIZZLE:
+        return None
+    tile, split = min(cuts, key=lambda cut: _cost(*cut, parts, n, k, cores))
+    row = 2 * (ROWS + parts * tile)  # bytes of one column of a stage
+    width = 2 * SWIZZLE if k % (2 * SWIZZLE) == 0 and STAGE_BYTES >= 6 * SWIZZLE * row else SWIZZLE
+    steps = -(-k // width // split)
+    return Config(tile, width, max(2, min(STAGE_BYTES // (width * row), steps)), split)
+
+
+def _cost(tile: int, splits: int, parts: int, n: int, k: int, cores: int) -> int:
+    """Numbers that the busiest core reads, with what the partial sums cost in the same unit.
+
+    That is eight a sum on an H200: they are float32, written once and read by the next kernel.
+    """
+    rounds = -(-n // tile * splits // cores)
+    depth = -(-k // SWIZZLE // splits) * SWIZZLE
+    return rounds * depth * (ROWS + parts * tile) + (8 * splits * n if splits > 1 else 0)
 
 
 @dataclass(frozen=True)
@@ -207,10 +250,10 @@ def unsupported(x: jax.Array, w: jax.Array, numerics: Numerics, device: Device) 
         return f"is not tried on jax {jax.__version__}"
     if numerics.is_float32 or x.dtype != jnp.bfloat16 or w.dtype != x.dtype:
         return f"needs bfloat16, got {x.dtype}, {w.dtype} and compute dtype {numerics.dtype}"
-    if x.shape[0] > ROWS or x.shape[0] % 8:
-        return f"{x.shape[0]} rows, no multiple of 8 up to {ROWS}"
-    if x.shape[1] % SWIZZLE:
-        return f"rows of {x.shape[1]} elements, no multiple of {SWIZZLE}"
+    if x.shape[0] not in range(MIN_ROWS, ROWS + 1, 8):
+        return f"{x.shape[0]} rows, no multiple of 8 from {MIN_ROWS} to {ROWS}"
+    if default_config(*w.shape, device) is None:
+        return f"w {list(w.shape)}: N is no multiple of 8 or K none of {SWIZZLE}"
     return None
 
 
@@ -227,6 +270,7 @@ def _problem(plan: _Plan) -> str | None:
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("numerics", "config"))
 def multiply(x: jax.Array, w: jax.Array, *, numerics: Numerics, config: Config) -> jax.Array:
     """x wᵀ, or gelu(gate) · up where w has two parts.
 

