@@ -34,6 +34,7 @@ from gemma_jax.pallas.device import SHARED_MEMORY, Device, current_device
 
 ROWS = 64
 """Rows of a wgmma product."""
+MAX_BATCH = 64
 MIN_ROWS = 24
 """Fewer than 17 rows are faster in `skinny_kernels`."""
 SWIZZLE = 64
@@ -112,6 +113,11 @@ class _Plan:
     config: Config
 
     @property
+    def row_groups(self) -> int:
+        """Warpgroups that multiply, each 64 rows of x."""
+        return -(-self.batch // ROWS)
+
+    @property
     def tiles(self) -> int:
         return self.n // self.config.tile
 
@@ -150,8 +156,11 @@ def _load_stages(plan: _Plan, work: _Work, x: Any, w: Any, refs: tuple[Any, ...]
     def _fill(i):
         slot, columns = lax.rem(i, c.stages), pl.ds((work.first + i) * c.width, c.width)
         pl.when(i >= c.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-        rows = x_smem.at[slot, pl.ds(0, plan.batch)]
-        plgpu.copy_gmem_to_smem(x.at[:, columns], rows, full.at[slot], **shared)
+        for g in range(plan.row_groups):
+            rows = min(ROWS, plan.batch - g * ROWS)
+            source = x.at[pl.ds(g * ROWS, rows), columns]
+            target = x_smem.at[slot, g, pl.ds(0, rows)]
+            plgpu.copy_gmem_to_smem(source, target, full.at[slot], **shared)
         for p in range(plan.parts):
             outputs = pl.ds(p * plan.n + work.tile * c.tile, c.tile)
             plgpu.copy_gmem_to_smem(w.at[outputs, columns], w_smem.at[slot, p], full.at[slot])
@@ -161,8 +170,8 @@ def _load_stages(plan: _Plan, work: _Work, x: Any, w: Any, refs: tuple[Any, ...]
         plgpu.barrier_wait(empty.at[lax.rem(i, c.stages)])
 
 
-def _multiply(plan: _Plan, work: _Work, refs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-    """The multiplying warpgroup: z of each part, float32 [64, tile]."""
+def _multiply(plan: _Plan, work: _Work, group: Any, refs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    """A multiplying warpgroup: z of its rows and of each part, float32 [64, tile]."""
     x_smem, w_smem, full, empty = refs
     stages = plan.config.stages
 
@@ -172,7 +181,7 @@ def _multiply(plan: _Plan, work: _Work, refs: tuple[Any, ...]) -> tuple[jax.Arra
             slot = lax.rem(i, stages)
             plgpu.barrier_wait(full.at[slot])
             for p, total in enumerate(sums):
-                plgpu.wgmma(total, x_smem.at[slot], w_smem.at[slot, p].transpose((1, 0)))
+                plgpu.wgmma(total, x_smem.at[slot, group], w_smem.at[slot, p].transpose((1, 0)))
             plgpu.wgmma_wait(plan.parts)  # those of the step before are done
             pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(i - 1, stages)]))
 
@@ -187,23 +196,39 @@ def _multiply(plan: _Plan, work: _Work, refs: tuple[Any, ...]) -> tuple[jax.Arra
 def _kernel(x: Any, w: Any, out: Any, *scratch: Any, plan: _Plan) -> None:
     *stages, out_smem = scratch
     work, columns = _own_work(plan), plan.config.tile
-    role = lax.axis_index("role")
+    group = lax.axis_index("warpgroup")
 
-    @pl.when(role == 1)
+    @pl.when(group == plan.row_groups)
     def _loader():
         _load_stages(plan, work, x, w, tuple(stages))
 
-    @pl.when(role == 0)
+    @pl.when(group < plan.row_groups)
     def _multiplier():
-        products = _multiply(plan, work, tuple(stages))
+        products = _multiply(plan, work, group, tuple(stages))
         outputs = pl.ds(work.tile * columns, columns)
         if plan.config.splits > 1:
-            out[work.split, :, outputs] = products[0]
+            out[work.split, pl.ds(group * ROWS, ROWS), outputs] = products[0]
             return
-        out_smem[...] = _activated(products, plan.numerics).astype(out.dtype)
+        out_smem[group] = _activated(products, plan.numerics).astype(out.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(0, plan.batch)], out.at[:, outputs])
+        _store(plan, group, out_smem, out, outputs)
         plgpu.wait_smem_to_gmem(0)
+
+
+def _store(plan: _Plan, group: Any, out_smem: Any, out: Any, outputs: Any) -> None:
+    """The rows that there are of a group's tile."""
+    last = plan.row_groups - 1
+    rest = plan.batch - last * ROWS
+
+    def copy(rows: int) -> None:
+        source = out_smem.at[group, pl.ds(0, rows)]
+        plgpu.copy_smem_to_gmem(source, out.at[pl.ds(group * ROWS, rows), outputs])
+
+    if rest == ROWS:
+        copy(ROWS)
+        return
+    pl.when(group == last)(lambda: copy(rest))
+    pl.when(group < last)(lambda: copy(ROWS))
 
 
 def _activated(products: tuple[jax.Array, ...], numerics: Numerics) -> jax.Array:
@@ -223,23 +248,27 @@ def _scratch(plan: _Plan) -> list[Any]:
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     swizzled = (tiling((8, SWIZZLE)), swizzle(2 * SWIZZLE))
-    x_shape, w_shape = (c.stages, ROWS, c.width), (c.stages, plan.parts, c.tile, c.width)
-    empty = plgpu.Barrier(num_barriers=c.stages)
+    groups = plan.row_groups
+    x_shape, w_shape = (c.stages, groups, ROWS, c.width), (c.stages, plan.parts, c.tile, c.width)
+    empty = plgpu.Barrier(num_arrivals=groups, num_barriers=c.stages)
     if c.cluster > 1:
-        empty = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=c.stages)
+        empty = plgpu.ClusterBarrier(
+            collective_axes=("rank",), num_arrivals=groups, num_barriers=c.stages
+        )
     return [
         plgpu.SMEM(x_shape, jnp.bfloat16, transforms=swizzled),
         plgpu.SMEM(w_shape, jnp.bfloat16, transforms=swizzled),
-        plgpu.Barrier(num_arrivals=1 + plan.parts, num_barriers=c.stages),
+        plgpu.Barrier(num_arrivals=groups + plan.parts, num_barriers=c.stages),
         empty,
-        plgpu.SMEM((ROWS if c.splits == 1 else 8, c.tile), jnp.bfloat16),
+        plgpu.SMEM((groups, ROWS if c.splits == 1 else 8, c.tile), jnp.bfloat16),
     ]
 
 
-def shared_bytes(config: Config, parts: int) -> int:
+def shared_bytes(config: Config, batch: int, parts: int) -> int:
     """Shared memory of a block, and 1 KB for the barriers."""
-    stage = (ROWS + parts * config.tile) * config.width
-    return 2 * (config.stages * stage + ROWS * config.tile) + 1024
+    rows = -(-batch // ROWS) * ROWS
+    stage = (rows + parts * config.tile) * config.width
+    return 2 * (config.stages * stage + rows * config.tile) + 1024
 
 
 def unsupported(x: jax.Array, w: jax.Array, numerics: Numerics, device: Device) -> str | None:
@@ -250,8 +279,8 @@ def unsupported(x: jax.Array, w: jax.Array, numerics: Numerics, device: Device) 
         return f"is not tried on jax {jax.__version__}"
     if numerics.is_float32 or x.dtype != jnp.bfloat16 or w.dtype != x.dtype:
         return f"needs bfloat16, got {x.dtype}, {w.dtype} and compute dtype {numerics.dtype}"
-    if x.shape[0] not in range(MIN_ROWS, ROWS + 1, 8):
-        return f"{x.shape[0]} rows, no multiple of 8 from {MIN_ROWS} to {ROWS}"
+    if x.shape[0] not in range(MIN_ROWS, MAX_BATCH + 1, 8):
+        return f"{x.shape[0]} rows, no multiple of 8 from {MIN_ROWS} to {MAX_BATCH}"
     if default_config(*w.shape, device) is None:
         return f"w {list(w.shape)}: N is no multiple of 8 or K none of {SWIZZLE}"
     return None
@@ -265,8 +294,9 @@ def _problem(plan: _Plan) -> str | None:
         return f"a depth of {plan.k} has no stages of {c.width} for every split"
     if c.splits > 1 and plan.parts > 1:
         return "an activation needs whole sums"
-    if shared_bytes(c, plan.parts) > SHARED_MEMORY[9, 0]:
-        return f"needs {shared_bytes(c, plan.parts)} bytes of shared memory"
+    needed = shared_bytes(c, plan.batch, plan.parts)
+    if needed > SHARED_MEMORY[9, 0]:
+        return f"needs {needed} bytes of shared memory"
     return None
 
 
@@ -290,7 +320,7 @@ def multiply(x: jax.Array, w: jax.Array, *, numerics: Numerics, config: Config) 
         raise UnsupportedError(f"skinny_matmul: mosaic: {config}: {problem}")
     out = jax.ShapeDtypeStruct((batch, n), x.dtype)
     if config.splits > 1:
-        out = jax.ShapeDtypeStruct((config.splits, ROWS, n), jnp.float32)
+        out = jax.ShapeDtypeStruct((config.splits, plan.row_groups * ROWS, n), jnp.float32)
     cluster = {}
     if config.cluster > 1:
         cluster = {"cluster": (config.cluster,), "cluster_names": ("rank",)}
@@ -300,8 +330,8 @@ def multiply(x: jax.Array, w: jax.Array, *, numerics: Numerics, config: Config) 
         scratch_types=_scratch(plan),
         grid=(plan.groups * config.splits,),
         grid_names=("unit",),
-        num_threads=2,
-        thread_name="role",
+        num_threads=plan.row_groups + 1,
+        thread_name="warpgroup",
         kernel_name="skinny_mosaic",
         interpret=None if device.is_gpu else plgpu.InterpretGPUParams(),
         **cluster,

@@ -139,7 +139,7 @@ def test_cuts_of_the_models_fit(name, may_split):
                 continue
             plan = mosaic._Plan(64, *shape, NUMERICS, config)
             assert mosaic._problem(plan) is None
-            assert mosaic.shared_bytes(config, shape[0]) <= SHARED_MEMORY[9, 0]
+            assert mosaic.shared_bytes(config, 64, shape[0]) <= SHARED_MEMORY[9, 0]
 
 
 def test_the_products_of_e2b_fill_the_gpu_once():
