@@ -149,8 +149,9 @@ def default_config(
     The compiler keeps num_stages - 1 tiles in shared memory and loads the next one after it has
     used the present one: with two stages only other programs on the same core hide the memory's
     latency. Width 512 needs three stages, so tiles of 32. At width 256 few programs do better with
-    long tiles, many with short ones. Pages cost twice the stages for the same tiles: the number of
-    a page is loaded ahead of it.
+    long tiles, many with short ones. Pages cost twice the stages for the same tiles, as the number
+    of a page is loaded ahead of it; many programs of width 512 do better without, and with four
+    warps, so that more of them share a core.
 
     Args:
       programs: rows of the batch times KV heads, each a program of its own without splits.
@@ -161,18 +162,19 @@ def default_config(
       device: what it will run on.
       paged: whether there is a page table.
     """
-    wide = head_dim > 256
+    wide, many = head_dim > 256, programs >= 16
     packed = min(max(_MIN_ROWS, pl.next_power_of_2(rows)), 2 * _MIN_ROWS)
-    tile, stages = (64, 2) if not wide and programs < 16 else (32, 3)
+    tile, stages = (64, 2) if not wide and not many else (32, 3)
     if itemsize == 4:
         tile, stages = 16, 2
     if wide and not device.at_least(9):
         packed, stages = _MIN_ROWS, min(stages, 2 if rows > _MIN_ROWS else 3)  # more spill
     splits = _splits(programs * -(-rows // packed), -(-span // tile), device)
     combine = "last" if splits <= 16 else "kernel"
-    return Config(
-        tile, 8 if wide else 4, 2 * stages - 1 if paged else stages, splits, combine, packed
-    )
+    light = not wide or (many and packed == _MIN_ROWS and device.at_least(9))
+    if paged and not (wide and light):
+        stages = 2 * stages - 1
+    return Config(tile, 4 if light else 8, stages, splits, combine, packed)
 
 
 def _splits(programs: int, tiles: int, device: Device) -> int:
