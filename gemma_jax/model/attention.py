@@ -14,7 +14,7 @@ from jax import lax
 
 from gemma_jax.config import LayerConfig, ModelConfig
 from gemma_jax.model.layers import parameter, rms_norm
-from gemma_jax.model.residual import Ops, matmul
+from gemma_jax.model.residual import Ops, multiply_branch
 from gemma_jax.model.rope import apply_rope
 from gemma_jax.numerics import MASK_VALUE, Numerics
 
@@ -67,9 +67,9 @@ class Attention(nnx.Module):
         return k, rms_norm(raw_v, None, self.eps, numerics)
 
     def output(self, o: jax.Array, ops: Ops) -> jax.Array:
-        """The output projection of `o` [N, K·G·H]: [N, D]."""
+        """The output projection of `o` [N, K·G·H]: [N, D], or partial sums of it."""
         matrix = self.out[...]
-        return matmul(o, matrix.reshape(matrix.shape[0], -1), ops)
+        return multiply_branch(o, matrix.reshape(matrix.shape[0], -1), ops)
 
 
 class KeyBlock(NamedTuple):

@@ -3,6 +3,7 @@
 Attention, MLP and per-layer input each end in a norm and an addition, and the next block begins
 with a norm. Whoever reads the stream next does all of that at once: in one kernel with its own
 product when there are few rows (decode), in one kernel before it when there are many (prefill).
+The branch may be partial sums, so that the product that makes it needs no pass to add them.
 """
 
 from typing import NamedTuple
@@ -15,10 +16,10 @@ from gemma_jax.numerics import Numerics
 from gemma_jax.pallas.gelu_mul import gelu_gate, gelu_mul
 from gemma_jax.pallas.norm_matmul import Update, norm_matmul
 from gemma_jax.pallas.residual_norm import residual_norm
-from gemma_jax.pallas.skinny_matmul import skinny_matmul
+from gemma_jax.pallas.skinny_matmul import is_worth_it, skinny_matmul
 
-MAX_SKINNY_ROWS = 16
-"""Most rows of a product that the decode kernels take; XLA multiplies more rows faster."""
+MAX_FUSED_ROWS = 16
+"""Most rows whose norms and product are one op, `norm_matmul`."""
 
 
 class Ops(NamedTuple):
@@ -33,7 +34,7 @@ class Residual(NamedTuple):
     """The stream (h + norm(branch) · weight) · scalar, each step rounded; without a branch, h."""
 
     h: jax.Array  # [N, D]
-    branch: jax.Array | None = None  # [N, D], as the block's last product left it
+    branch: jax.Array | None = None  # [N, D] or partial sums, as `multiply_branch` leaves it
     weight: jax.Array | None = None  # [D], of the norm after the block
     scalar: jax.Array | None = None  # [1], of the layer
 
@@ -66,7 +67,7 @@ def project(
     stream: Residual, weight: jax.Array, matrix: jax.Array, ops: Ops
 ) -> tuple[jax.Array, jax.Array]:
     """The stream, and the product of its norm with `matrix` [F, D]: [N, D] and [N, F]."""
-    if _is_skinny(stream.h):
+    if _is_fused(stream.h):
         return _norm_matmul(stream, matrix, ops, pre_weight=weight)
     h, x = stream.norm(weight, ops)
     return h, matmul(x, matrix, ops)
@@ -76,9 +77,11 @@ def project_gelu_mul(
     stream: Residual, weight: jax.Array, matrix: jax.Array, ops: Ops
 ) -> tuple[jax.Array, jax.Array]:
     """The stream, and gelu(gate) · up of its norm, `matrix` [2, F, D]: [N, D] and [N, F]."""
-    if _is_skinny(stream.h):
+    if _is_fused(stream.h):
         return _norm_matmul(stream, matrix, ops, pre_weight=weight)
     h, x = stream.norm(weight, ops)
+    if is_worth_it(x, matrix, ops.numerics):
+        return h, _skinny_matmul(x, matrix, ops)
     y = ops.numerics.einsum("nd,cfd->ncf", x, matrix)
     kernel = ops.kernels.of("gelu_mul")
     return h, gelu_mul(y, numerics=ops.numerics, implementation=kernel)
@@ -91,7 +94,7 @@ def project_gate(
 
     `matrix` is [P, D], `inputs` [N, L, P] are the per-layer inputs of L layers.
     """
-    if _is_skinny(stream.h):
+    if _is_fused(stream.h):
         return _norm_matmul(stream, matrix, ops, gate_input=inputs[:, index])
     h = stream.settle(ops)
     gate, kernel = matmul(h, matrix, ops), ops.kernels.of("gelu_mul")
@@ -100,14 +103,29 @@ def project_gate(
 
 def matmul(x: jax.Array, matrix: jax.Array, ops: Ops) -> jax.Array:
     """x [N, K] times `matrix` [F, K] transposed, rounded once: [N, F]."""
-    if _is_skinny(x):
-        kernel = ops.kernels.of("skinny_matmul")
-        return skinny_matmul(x, matrix, numerics=ops.numerics, implementation=kernel)
+    if is_worth_it(x, matrix, ops.numerics):
+        return _skinny_matmul(x, matrix, ops)
     return ops.numerics.einsum("nk,fk->nf", x, matrix)
 
 
-def _is_skinny(x: jax.Array) -> bool:
-    return x.shape[0] <= MAX_SKINNY_ROWS
+def multiply_branch(x: jax.Array, matrix: jax.Array, ops: Ops) -> jax.Array:
+    """`matmul` for `Residual.branch`: [N, F], or partial sums of it [S, R, F], R >= N."""
+    if is_worth_it(x, matrix, ops.numerics):
+        return _skinny_matmul(x, matrix, ops, unfinished=True)
+    return matmul(x, matrix, ops)
+
+
+def _is_fused(x: jax.Array) -> bool:
+    return x.shape[0] <= MAX_FUSED_ROWS
+
+
+def _skinny_matmul(
+    x: jax.Array, matrix: jax.Array, ops: Ops, unfinished: bool = False
+) -> jax.Array:
+    return skinny_matmul(
+        x, matrix, numerics=ops.numerics, unfinished=unfinished,
+        implementation=ops.kernels.of("skinny_matmul"),
+    )  # fmt: skip
 
 
 def _norm_matmul(stream: Residual, matrix: jax.Array, ops: Ops, **rest) -> tuple:

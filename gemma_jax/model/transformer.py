@@ -19,6 +19,7 @@ from gemma_jax.model.residual import (
     Ops,
     Residual,
     matmul,
+    multiply_branch,
     project,
     project_gate,
     project_gelu_mul,
@@ -122,16 +123,17 @@ class DecoderLayer(nnx.Module):
         mlp = self.mlp
         weight = self.pre_feedforward_layernorm[...]
         h, active = project_gelu_mul(stream, weight, mlp.gate_up[...], ops)
-        y = matmul(active, mlp.down[...], ops)
-        if self.moe is not None:
-            y = self.moe(h, y, ops.numerics)
+        if self.moe is None:
+            y = multiply_branch(active, mlp.down[...], ops)
+        else:
+            y = self.moe(h, matmul(active, mlp.down[...], ops), ops.numerics)
         return Residual(h, y, self.post_feedforward_layernorm[...])
 
     def _per_layer_input(self, stream: Residual, ple: LayerInput | None, ops: Ops) -> Residual:
         if self.ple is None or ple is None:
             return stream._replace(scalar=self.layer_scalar[...])
         h, gated = project_gate(stream, self.ple.gate[...], *ple, ops)
-        y = matmul(gated, self.ple.projection[...], ops)
+        y = multiply_branch(gated, self.ple.projection[...], ops)
         return Residual(h, y, self.ple.norm[...], self.layer_scalar[...])
 
 

@@ -41,7 +41,7 @@ from gemma_jax.pallas.dispatch import (
     dispatch,
     needs_gpu_or_interpreter,
 )
-from gemma_jax.pallas.kernel_math import inverse_root, rotate
+from gemma_jax.pallas.kernel_math import Halves, inverse_root, rotate
 
 MAX_QUERIES = 8
 LOG2E = 1.4426950408889634
@@ -149,8 +149,9 @@ def default_config(
     The compiler keeps num_stages - 1 tiles in shared memory and loads the next one after it has
     used the present one: with two stages only other programs on the same core hide the memory's
     latency. Width 512 needs three stages, so tiles of 32. At width 256 few programs do better with
-    long tiles, many with short ones. Pages cost twice the stages for the same tiles: the number of
-    a page is loaded ahead of it.
+    long tiles, many with short ones. Pages cost twice the stages for the same tiles, as the number
+    of a page is loaded ahead of it; many programs of width 512 do better without, and with four
+    warps, so that more of them share a core.
 
     Args:
       programs: rows of the batch times KV heads, each a program of its own without splits.
@@ -161,18 +162,19 @@ def default_config(
       device: what it will run on.
       paged: whether there is a page table.
     """
-    wide = head_dim > 256
+    wide, many = head_dim > 256, programs >= 16
     packed = min(max(_MIN_ROWS, pl.next_power_of_2(rows)), 2 * _MIN_ROWS)
-    tile, stages = (64, 2) if not wide and programs < 16 else (32, 3)
+    tile, stages = (64, 2) if not wide and not many else (32, 3)
     if itemsize == 4:
         tile, stages = 16, 2
     if wide and not device.at_least(9):
         packed, stages = _MIN_ROWS, min(stages, 2 if rows > _MIN_ROWS else 3)  # more spill
     splits = _splits(programs * -(-rows // packed), -(-span // tile), device)
     combine = "last" if splits <= 16 else "kernel"
-    return Config(
-        tile, 8 if wide else 4, 2 * stages - 1 if paged else stages, splits, combine, packed
-    )
+    light = not wide or (many and packed == _MIN_ROWS and device.at_least(9))
+    if paged and not (wide and light):
+        stages = 2 * stages - 1
+    return Config(tile, 4 if light else 8, stages, splits, combine, packed)
 
 
 def _splits(programs: int, tiles: int, device: Device) -> int:
@@ -311,47 +313,68 @@ class _Queries(NamedTuple):
     position: jax.Array  # [rows]
 
 
-def _load_queries(plan: _Plan, p: _Program, refs: dict[str, Any]) -> _Queries:
+class _Raw(NamedTuple):
+    """Raw heads and what norms and rotates them, float32 in halves of channels.
+
+    All of it is loaded before any of it is used: the sums of a norm are barriers between warps, and
+    no later load would be issued before them.
+    """
+
+    q: Halves  # [rows, H/2]
+    q_weight: Halves  # [H/2]
+    tables: Halves  # cos and sin, [H/2]
+    k: Halves | None  # [H/2], of an owner
+    k_weight: Halves | None
+    v: jax.Array | None  # [H]
+
+
+def _load_raw(plan: _Plan, p: _Program, refs: dict[str, Any]) -> _Raw:
+    raw, first = refs["qkv"], (p.row * plan.kv_heads + p.head) * plan.raw_heads
+    low, high = _halves(plan)
+    rows = first + jnp.arange(plan.config.rows, dtype=jnp.int32)
+    _, valid, _ = _query_rows(plan, p)
+    q = tuple(_load_rows(raw, rows, half, valid).astype(jnp.float32) for half in (low, high))
+
+    def halves(ref: Any, *row: Any) -> Halves:
+        return ref[(*row, low)].astype(jnp.float32), ref[(*row, high)].astype(jnp.float32)
+
+    cos, sin = (refs[x][p.row, :].astype(jnp.float32) for x in ("cos", "sin"))
+    k = k_weight = v = None
+    q_weight = halves(refs["q_weight"])
+    if plan.is_owner:
+        k, k_weight = halves(raw, first + plan.groups), halves(refs["k_weight"])
+        v = raw[first + plan.raw_heads - 1, :].astype(jnp.float32)
+    return _Raw((q[0], q[1]), q_weight, (cos, sin), k, k_weight, v)
+
+
+def _load_queries(plan: _Plan, p: _Program, refs: dict[str, Any], raw: _Raw | None) -> _Queries:
     """The queries, ready to attend."""
     rows, valid, position = _query_rows(plan, p)
-    if not plan.raw_heads:
+    if raw is None:
         low, high = (_load_rows(refs["q"], rows, half, valid) for half in _halves(plan))
-        return _Queries(low, high, position)
-    group = jnp.arange(plan.config.rows, dtype=jnp.int32)
-    rows = (p.row * plan.kv_heads + p.head) * plan.raw_heads + group
-    low, high = (
-        _load_rows(refs["qkv"], rows, half, valid).astype(jnp.float32) for half in _halves(plan)
-    )
-    return _Queries(*_norm_and_rotate(plan, p, refs, low, high, refs["q_weight"]), position)
+    else:
+        low, high = _norm_and_rotate(plan, raw.q, raw.q_weight, raw.tables)
+    return _Queries(low, high, position)
 
 
-def _norm_and_rotate(
-    plan: _Plan, p: _Program, refs: dict[str, Any], low: jax.Array, high: jax.Array, weight: Any
-) -> tuple[jax.Array, jax.Array]:
+def _norm_and_rotate(plan: _Plan, x: Halves, weight: Halves, tables: Halves) -> Halves:
     """`rms_norm` and `apply_rope` of float32 halves [..., H/2]; in the compute dtype."""
     numerics = plan.numerics
-    square = jnp.sum(low * low, axis=-1) + jnp.sum(high * high, axis=-1)
+    square = jnp.sum(x[0] * x[0] + x[1] * x[1], axis=-1)
     root = inverse_root(square, plan.head_dim, plan.eps)[..., None]
-    w_low, w_high = (weight[half].astype(jnp.float32) for half in _halves(plan))
-    low = tt.rounded(low * root * w_low, numerics)
-    high = tt.rounded(high * root * w_high, numerics)
-    cos, sin = (refs[x][p.row, :].astype(jnp.float32) for x in ("cos", "sin"))
-    low, high = rotate((low, high), (cos, sin), numerics)
+    low, high = (tt.rounded(a * root * w, numerics) for a, w in zip(x, weight, strict=True))
+    low, high = rotate((low, high), tables, numerics)
     return low.astype(numerics.jnp_dtype), high.astype(numerics.jnp_dtype)
 
 
-def _new_key_value(
-    plan: _Plan, p: _Program, refs: dict[str, Any]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _new_key_value(plan: _Plan, raw: _Raw) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The halves of the step's own key [H/2], and its value [H]."""
-    numerics = plan.numerics
-    first = (p.row * plan.kv_heads + p.head) * plan.raw_heads
-    raw = refs["qkv"]
-    low, high = (raw[first + plan.groups, half].astype(jnp.float32) for half in _halves(plan))
-    k_low, k_high = _norm_and_rotate(plan, p, refs, low, high, refs["k_weight"])
-    v = raw[first + plan.raw_heads - 1, :].astype(jnp.float32)
-    root = inverse_root(jnp.sum(v * v, axis=-1), plan.head_dim, plan.eps)
-    return k_low, k_high, (v * root).astype(numerics.jnp_dtype)
+    assert raw.k is not None  # an owner's
+    assert raw.k_weight is not None
+    assert raw.v is not None
+    k_low, k_high = _norm_and_rotate(plan, raw.k, raw.k_weight, raw.tables)
+    root = inverse_root(jnp.sum(raw.v * raw.v, axis=-1), plan.head_dim, plan.eps)
+    return k_low, k_high, (raw.v * root).astype(plan.numerics.jnp_dtype)
 
 
 # --- the loop over keys ------------------------------------------------------------------------
@@ -457,13 +480,14 @@ def _attention_kernel(*args: Any, plan: _Plan, names: tuple[str, ...]) -> None:
     refs = dict(zip(names, args, strict=True))
     split = pl.program_id(1)
     p = _program(plan, pl.program_id(0), refs["lengths"])
+    raw = _load_raw(plan, p, refs) if plan.raw_heads else None  # before lengths are waited for
 
     def run() -> None:
-        first, stop = split * p.tiles // p.live, (split + 1) * p.tiles // p.live
-        q = _load_queries(plan, p, refs)
+        first, stop = _share(plan, p, refs, split)
+        q = _load_queries(plan, p, refs, raw)
         state = _empty_state(plan)
-        if plan.is_owner:
-            new = _new_key_value(plan, p, refs)
+        if raw is not None and plan.is_owner:
+            new = _new_key_value(plan, raw)
             mine = (split == p.live - 1) & (p.length > 0)
             state = _state_of_new_key(plan, q, new, mine)
             pl.when(mine)(lambda: _write_cache(plan, p, refs, new))
@@ -478,6 +502,19 @@ def _attention_kernel(*args: Any, plan: _Plan, names: tuple[str, ...]) -> None:
         run()
     else:
         pl.when(split < p.live)(run)
+
+
+def _share(plan: _Plan, p: _Program, refs: dict[str, Any], split: Any) -> tuple[Any, Any]:
+    """First tile of a split, and the one past its last.
+
+    Asks for the first page early: the loop, whose first loads wait for its number, finds it in the
+    L1 cache. A negative page, which no table holds, makes the number one that counts.
+    """
+    first, stop = split * p.tiles // p.live, (split + 1) * p.tiles // p.live
+    if not plan.paged:
+        return first, stop
+    slot = (p.origin + first * plan.config.tile) % plan.slots
+    return first, jnp.where(refs["page_table"][p.row, slot // plan.page] < 0, first, stop)
 
 
 def _write_cache(plan: _Plan, p: _Program, refs: dict[str, Any], new: Any) -> None:

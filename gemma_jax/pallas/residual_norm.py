@@ -4,6 +4,8 @@
     h = h · scalar                             where a layer ends
     n = rms_norm(h) · pre_weight               where another norm follows
 
+y may be unfinished: partial sums of a product, added in their order and rounded before the norm.
+
 It covers attention → MLP, MLP → per-layer input, and a layer's end → the next layer's input norm.
 
 The kernel reads x and y once and writes h and n once: a program holds whole rows in registers, cut
@@ -59,10 +61,18 @@ def residual_norm_reference(
     numerics: Numerics,
 ) -> ResidualNorm:
     """The op in plain jnp; float64 arguments give the exact result."""
+    y = whole(y, x.shape[0], numerics)
     h = add(x, rms_norm(y, post_weight, eps, numerics), numerics)
     if scalar is not None:
         h = scale(h, scalar, numerics)
     return ResidualNorm(h, None if pre_weight is None else rms_norm(h, pre_weight, eps, numerics))
+
+
+def whole(y: jax.Array, rows: int, numerics: Numerics) -> jax.Array:
+    """[N, D] of an output that may still be partial sums [S, R, D] of R >= N rows."""
+    if y.ndim == 2:
+        return y
+    return numerics.cast(functools.reduce(jnp.add, list(y[:, :rows])))
 
 
 # --- kernel --------------------------------------------------------------------------------------
@@ -100,6 +110,7 @@ class _Plan:
     config: Config
     eps: float
     numerics: Numerics
+    splits: int = 0  # partial sums of y; 0 = it is whole
 
 
 Refs = dict[str, Any]
@@ -119,7 +130,7 @@ def _kernel(*refs: Any, names: tuple[str, ...], plan: _Plan) -> None:
     ref = dict(zip(names, refs, strict=True))
     chunks = _chunks(plan)
     # All loads first: the stores below may alias them for all that the compiler knows.
-    y = [_load(ref["y"], c) for c in chunks]
+    y = [_load_branch(ref["y"], c, plan) for c in chunks]
     x = [_load(ref["x"], c) for c in chunks]
     normed = _norm(y, ref["post_weight"], chunks, plan)
     h = [triton.rounded(a + b, plan.numerics) for a, b in zip(x, normed, strict=True)]
@@ -161,11 +172,19 @@ def _both(a: jax.Array | None, b: jax.Array | None, shape: tuple[int, int]) -> j
     return jnp.broadcast_to(functools.reduce(jnp.logical_and, given), shape) if given else None
 
 
-def _load(ref: Any, chunk: _Chunk) -> jax.Array:
+def _load(ref: Any, chunk: _Chunk, *first: int) -> jax.Array:
     """float32 [R, chunk]; zero outside, which adds nothing to a sum of squares."""
     other = None if chunk.inside is None else 0.0
-    values = triton.load(_at(ref, chunk), mask=chunk.inside, other=other)
+    values = triton.load(_at(ref, chunk, *first), mask=chunk.inside, other=other)
     return values.astype(jnp.float32)
+
+
+def _load_branch(ref: Any, chunk: _Chunk, plan: _Plan) -> jax.Array:
+    """The same of an array that may be partial sums [S, R, D]."""
+    if not plan.splits:
+        return _load(ref, chunk)
+    parts = [_load(ref, chunk, split) for split in range(plan.splits)]
+    return triton.rounded(functools.reduce(jnp.add, parts), plan.numerics)
 
 
 def _load_weight(ref: Any, chunk: _Chunk) -> jax.Array:
@@ -179,8 +198,8 @@ def _store(ref: Any, parts: list[jax.Array], chunks: list[_Chunk]) -> None:
         triton.store(_at(ref, chunk), part.astype(ref.dtype), mask=chunk.inside)
 
 
-def _at(ref: Any, chunk: _Chunk) -> Any:
-    return ref.at[chunk.rows, chunk.columns[None]]
+def _at(ref: Any, chunk: _Chunk, *first: int) -> Any:
+    return ref.at[(*map(jnp.int32, first), chunk.rows, chunk.columns[None])]
 
 
 # --- wrapper -------------------------------------------------------------------------------------
@@ -207,7 +226,7 @@ def _residual_norm_pallas(
     if pre_weight is not None:
         inputs["pre_weight"] = pre_weight
         names.append("n")
-    plan = _Plan(n, d, config, eps, numerics)
+    plan = _Plan(n, d, config, eps, numerics, y.shape[0] if y.ndim == 3 else 0)
     out = triton.pallas_call(
         functools.partial(_kernel, names=(*inputs, *names), plan=plan),
         name="residual_norm",
@@ -239,7 +258,7 @@ def residual_norm(
 
     Args:
       x: residual stream [N, D].
-      y: output of the branch [N, D].
+      y: output of the branch [N, D], or partial sums of it [S, R, D] float32 of R >= N rows.
       post_weight, pre_weight: [D]; without `pre_weight` there is no n.
       scalar: [1], the layer scalar; None multiplies by nothing.
       eps: of the norms.
@@ -248,8 +267,12 @@ def residual_norm(
       UnsupportedError: the named implementation cannot take these inputs.
       ValueError: shapes that do not fit each other.
     """
-    if x.shape != y.shape or x.ndim != 2:
-        raise ValueError(f"x{list(x.shape)}, y{list(y.shape)}: expected the same [N, D]")
+    unfinished = y.ndim == 3 and y.shape[1] >= x.shape[0] and y.shape[2:] == x.shape[1:]
+    if x.ndim != 2 or (x.shape != y.shape and not unfinished):
+        raise ValueError(
+            f"x{list(x.shape)}, y{list(y.shape)}: expected the same [N, D], or of y partial sums "
+            "[S, R, D] of at least N rows"
+        )
     choices = {
         "triton": Choice(_residual_norm_pallas, functools.partial(_unsupported, x, numerics)),
         "reference": Choice(residual_norm_reference),

@@ -1,43 +1,81 @@
-"""Product of 1 to 16 rows with a large weight matrix: out = x wᵀ, one rounding.
+"""Product of 1 to 64 rows with a large weight matrix, at its end the activation of an MLP.
 
-    x [B, K], w [N, K] → [B, N]
+    z = x wᵀ        out = z | gelu(z₀) · z₁        x [B, K], w [N, K] or gate|up [2, N, K] → [B, N]
 
 At decode the reading of w is the whole cost. The kernels and why they look as they do:
-`skinny_kernels`. Sums run in float32; their order depends on the tiles but not on the run.
+`skinny_kernels` (Triton, up to 16 rows) and `skinny_mosaic` (Hopper, up to 64). Sums run in
+float32; their order depends on the tiles but not on the run. z rounds once, gelu once more.
 
-Limits: bfloat16 or float32 (plain multiply-adds, no TF32), at most 16 rows, K a multiple of 16,
-compute capability 8.0 or a CPU (interpreted).
+Who adds and norms a plain product next can do so from partial sums: `unfinished` lets the op return
+those where that is faster.
+
+Limits: bfloat16 or float32 (plain multiply-adds, no TF32) and K a multiple of 16 up to 16 rows,
+bfloat16 and K a multiple of 64 above; compute capability 8.0 and 9.0, or a CPU (interpreted).
 """
 
 import functools
 
 import jax
 
+from gemma_jax.model.layers import gelu_mul
 from gemma_jax.numerics import Numerics
+from gemma_jax.pallas import skinny_kernels, skinny_mosaic
 from gemma_jax.pallas.device import current_device
 from gemma_jax.pallas.dispatch import Choice, Implementation, dispatch
-from gemma_jax.pallas.skinny_kernels import (
-    Config,
-    Operands,
-    Spec,
-    call,
-    default_config,
-    unsupported,
-)
+from gemma_jax.pallas.skinny_kernels import Activation, Config, Operands, Spec
+
+MIN_OUTPUTS = 1024
+"""Fewer outputs leave most of the GPU idle: XLA, which splits the depth, is faster."""
 
 
-def skinny_matmul_reference(x: jax.Array, w: jax.Array, *, numerics: Numerics) -> jax.Array:
-    """The op in plain jnp; float64 arguments give the exact result."""
-    return numerics.einsum("bk,nk->bn", x, w)
-
-
-@functools.partial(jax.jit, static_argnames=("numerics", "config"))
-def _skinny_matmul_triton(
-    x: jax.Array, w: jax.Array, *, numerics: Numerics, config: Config | None = None
+def skinny_matmul_reference(
+    x: jax.Array, w: jax.Array, *, numerics: Numerics, unfinished: bool = False
 ) -> jax.Array:
-    spec = Spec(x.shape[0], 1, w.shape[0], x.shape[1], numerics)
-    config = config or default_config(spec, False, current_device())
-    return call(Operands(h=x, w=w[None]), config, spec, "skinny_matmul")[1]
+    """The op in plain jnp, always finished; float64 arguments give the exact result."""
+    del unfinished
+    z = numerics.einsum("bk,...nk->b...n", x, w)
+    return z if w.ndim == 2 else gelu_mul(z[:, 0], z[:, 1], numerics)
+
+
+@functools.partial(jax.jit, static_argnames=("numerics", "config", "unfinished"))
+def _skinny_matmul_triton(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    numerics: Numerics,
+    unfinished: bool = False,
+    config: Config | None = None,
+) -> jax.Array:
+    del unfinished
+    activation: Activation | None = "gelu_mul" if w.ndim == 3 else None
+    w = _in_parts(w)
+    spec = Spec(x.shape[0], w.shape[0], w.shape[1], x.shape[1], numerics, activation)
+    config = config or skinny_kernels.default_config(spec, False, current_device())
+    return skinny_kernels.call(Operands(h=x, w=w), config, spec, "skinny_matmul")[1]
+
+
+def _skinny_matmul_mosaic(
+    x: jax.Array, w: jax.Array, *, numerics: Numerics, unfinished: bool = False
+) -> jax.Array:
+    w = _in_parts(w)
+    config = skinny_mosaic.default_config(*w.shape, current_device(), unfinished)
+    assert config is not None  # else `unsupported` has said so
+    return skinny_mosaic.multiply(x, w, numerics=numerics, config=config)
+
+
+def _in_parts(w: jax.Array) -> jax.Array:
+    """[P, N, K]."""
+    return w if w.ndim == 3 else w[None]
+
+
+def is_worth_it(x: jax.Array, w: jax.Array, numerics: Numerics) -> bool:
+    """Whether a kernel multiplies faster than XLA: few rows, or a few more on a Hopper GPU."""
+    if x.shape[0] <= skinny_kernels.MAX_BATCH:
+        return True
+    if w.ndim == 2 and w.shape[0] < MIN_OUTPUTS:
+        return False
+    device = current_device()
+    return device.is_gpu and skinny_mosaic.unsupported(x, _in_parts(w), numerics, device) is None
 
 
 def skinny_matmul(
@@ -45,23 +83,32 @@ def skinny_matmul(
     w: jax.Array,
     *,
     numerics: Numerics,
+    unfinished: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """x wᵀ in x's dtype.
+    """x wᵀ in x's dtype, or gelu(gate) · up of two such products.
 
     Args:
       x: [B, K].
-      w: [N, K].
+      w: [N, K], or gate|up [2, N, K].
+      unfinished: the product may be partial sums [S, R, N] float32, R >= B, which
+        `residual_norm.whole` adds; rows from B on are undefined.
       implementation: None picks the fastest that supports the inputs; a name runs or raises.
     Raises:
       UnsupportedError: the named implementation cannot take these inputs.
       ValueError: shapes that do not fit each other.
     """
-    if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[1]:
-        raise ValueError(f"x{list(x.shape)}, w{list(w.shape)}: expected [B, K] and [N, K]")
+    if x.ndim != 2 or w.ndim not in (2, 3) or x.shape[1] != w.shape[-1]:
+        raise ValueError(f"x{list(x.shape)}, w{list(w.shape)}: expected [B, K] and [(2,) N, K]")
+    if w.ndim == 3 and w.shape[0] != 2:
+        raise ValueError(f"w{list(w.shape)}: expected [2, N, K], gate and up")
+    triton = functools.partial(skinny_kernels.unsupported, x, w, numerics)
+    mosaic = functools.partial(skinny_mosaic.unsupported, x, _in_parts(w), numerics)
     choices = {
-        "triton": Choice(_skinny_matmul_triton, functools.partial(unsupported, x, w, numerics)),
+        "mosaic": Choice(_skinny_matmul_mosaic, mosaic),
+        "triton": Choice(_skinny_matmul_triton, triton),
         "reference": Choice(skinny_matmul_reference),
     }
-    shape = f"{x.dtype}[{x.shape[0]}, {x.shape[1]}]·[{w.shape[0]}, {w.shape[1]}]"
-    return dispatch("skinny_matmul", implementation, choices, shape)(x, w, numerics=numerics)
+    shape = f"{x.dtype}{list(x.shape)}·{list(w.shape)}"
+    run = dispatch("skinny_matmul", implementation, choices, shape)
+    return run(x, w, numerics=numerics, unfinished=unfinished)

@@ -22,17 +22,24 @@ class Rows:
     pre_norm: bool = True
     scalar: bool = False
     dtype: str = "bfloat16"
+    splits: int = 0
 
     @property
     def bytes(self) -> int:
-        return (3 + self.pre_norm) * self.rows * self.width * jnp.dtype(self.dtype).itemsize
+        """Of the arrays with a row a token."""
+        size = jnp.dtype(self.dtype).itemsize
+        y = 4 * self.splits if self.splits else size
+        return ((2 + self.pre_norm) * size + y) * self.rows * self.width
 
     def inputs(self, seed: int) -> dict[str, Any]:
         draw = functools.partial(normal(seed), dtype=self.dtype)
         n, d = self.rows, self.width
+        y = draw((n, d))
+        if self.splits:
+            y = draw((self.splits, n + 1, d), dtype="float32")  # a row too many, as of padding
         return {
             "x": draw((n, d)),
-            "y": draw((n, d)),
+            "y": y,
             "post_weight": draw((d,)),
             "pre_weight": draw((d,)) if self.pre_norm else None,
             "scalar": draw((1,)) if self.scalar else None,
@@ -53,10 +60,12 @@ CASES = [
     rows_case("e2b, 1 token", Rows(1, 1536), bench=True),
     rows_case("e2b layer end, 1 token", Rows(1, 1536, scalar=True), bench=True),
     rows_case("e2b, 64 tokens", Rows(64, 1536), bench=True),
+    rows_case("e2b, 64 tokens, 8 partial sums", Rows(64, 1536, splits=8), bench=True),
     rows_case("e4b, 8192 tokens", Rows(8192, 2560), bench=True),
     rows_case("31b, 4096 tokens", Rows(4096, 5376), bench=True),
     rows_case("31b, 1 token", Rows(1, 5376), bench=True),
     rows_case("e2b", Rows(3, 1536, scalar=True)),
+    rows_case("partial sums", Rows(3, 40, scalar=True, splits=3)),
     rows_case("e4b", Rows(2, 2560)),
     rows_case("26b", Rows(2, 2816)),
     rows_case("12b", Rows(2, 3840, pre_norm=False, scalar=True)),
