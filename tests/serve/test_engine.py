@@ -6,7 +6,7 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from engine_helpers import MAX_LEN, NO_TOKEN, complete, make_engine, request
+from engine_helpers import NO_TOKEN, complete, make_engine, request
 from model_helpers import random_runner, shallow
 
 from gemma_jax.errors import CapacityError, RequestError, UnsupportedError
