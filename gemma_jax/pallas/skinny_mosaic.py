@@ -1,6 +1,6 @@
 """Products of 17 to 64 rows with a large matrix on Hopper: TMA and wgmma through Mosaic GPU.
 
-    z = x wᵀ        out = z | gelu(z₀) · z₁        x [B, K], w [P, N, K]; float32 sums
+    z = x wᵀ        out = z | gelu(z₀) · z₁ | gelu(z) · g        x [B, K], w [P, N, K], g [B, N]
 
 The rows of x are the 64 rows of the left wgmma operand, outputs of w the columns of the right one.
 One warpgroup copies, stage after stage, `width` columns of x and of `tile` outputs of each part
@@ -111,6 +111,7 @@ class _Plan:
     k: int
     numerics: Numerics
     config: Config
+    gate_column: int | None = None  # of the gate's array where the gate begins
 
     @property
     def row_groups(self) -> int:
@@ -146,6 +147,29 @@ def _own_work(plan: _Plan) -> _Work:
     return _Work(group * c.cluster + rank, split, first, stop - first)
 
 
+@dataclass(frozen=True)
+class _Gate:
+    """g in device memory, its tile in shared memory and the barrier that says it is there."""
+
+    source: Any
+    tile: Any
+    full: Any
+
+
+def _group_rows(plan: _Plan, group: int) -> int:
+    """Rows that a row group really has."""
+    return min(ROWS, plan.batch - group * ROWS)
+
+
+def _load_gate(plan: _Plan, work: _Work, gate: _Gate) -> None:
+    tile = plan.config.tile
+    columns = pl.ds((plan.gate_column or 0) + work.tile * tile, tile)
+    for g in range(plan.row_groups):
+        rows = _group_rows(plan, g)
+        source = gate.source.at[pl.ds(g * ROWS, rows), columns]
+        plgpu.copy_gmem_to_smem(source, gate.tile.at[g, pl.ds(0, rows)], gate.full)
+
+
 def _load_stages(plan: _Plan, work: _Work, x: Any, w: Any, refs: tuple[Any, ...]) -> None:
     """The copying warpgroup: fills a stage as soon as every reader has given it back."""
     x_smem, w_smem, full, empty = refs
@@ -157,7 +181,7 @@ def _load_stages(plan: _Plan, work: _Work, x: Any, w: Any, refs: tuple[Any, ...]
         slot, columns = lax.rem(i, c.stages), pl.ds((work.first + i) * c.width, c.width)
         pl.when(i >= c.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
         for g in range(plan.row_groups):
-            rows = min(ROWS, plan.batch - g * ROWS)
+            rows = _group_rows(plan, g)
             source = x.at[pl.ds(g * ROWS, rows), columns]
             target = x_smem.at[slot, g, pl.ds(0, rows)]
             plgpu.copy_gmem_to_smem(source, target, full.at[slot], **shared)
@@ -193,13 +217,21 @@ def _multiply(plan: _Plan, work: _Work, group: Any, refs: tuple[Any, ...]) -> tu
     return pl.run_scoped(scope, *sums)
 
 
-def _kernel(x: Any, w: Any, out: Any, *scratch: Any, plan: _Plan) -> None:
-    *stages, out_smem = scratch
+def _kernel(*refs: Any, plan: _Plan) -> None:
+    """Refs: x, w, with a gate its array; out; scratch as in `_scratch`."""
+    gate = None
+    if plan.gate_column is not None:
+        x, w, source, out, *stages, out_smem, gate_smem, gate_full = refs
+        gate = _Gate(source, gate_smem, gate_full)
+    else:
+        x, w, out, *stages, out_smem = refs
     work, columns = _own_work(plan), plan.config.tile
     group = lax.axis_index("warpgroup")
 
     @pl.when(group == plan.row_groups)
     def _loader():
+        if gate is not None:
+            _load_gate(plan, work, gate)
         _load_stages(plan, work, x, w, tuple(stages))
 
     @pl.when(group < plan.row_groups)
@@ -209,6 +241,11 @@ def _kernel(x: Any, w: Any, out: Any, *scratch: Any, plan: _Plan) -> None:
         if plan.config.splits > 1:
             out[work.split, pl.ds(group * ROWS, ROWS), outputs] = products[0]
             return
+        if gate is not None:
+            plgpu.barrier_wait(gate.full)
+            layout = plgpu.Layout.WGMMA
+            factor = plgpu.load(gate.tile.at[group], layout=layout, optimized=False)
+            products = (*products, factor.astype(jnp.float32))
         out_smem[group] = _activated(products, plan.numerics).astype(out.dtype)
         plgpu.commit_smem()
         _store(plan, group, out_smem, out, outputs)
@@ -218,7 +255,7 @@ def _kernel(x: Any, w: Any, out: Any, *scratch: Any, plan: _Plan) -> None:
 def _store(plan: _Plan, group: Any, out_smem: Any, out: Any, outputs: Any) -> None:
     """The rows that there are of a group's tile."""
     last = plan.row_groups - 1
-    rest = plan.batch - last * ROWS
+    rest = _group_rows(plan, last)
 
     def copy(rows: int) -> None:
         source = out_smem.at[group, pl.ds(0, rows)]
@@ -232,11 +269,11 @@ def _store(plan: _Plan, group: Any, out_smem: Any, out: Any, outputs: Any) -> No
 
 
 def _activated(products: tuple[jax.Array, ...], numerics: Numerics) -> jax.Array:
-    """z, or gelu(gate) · up; each product and the gelu are rounded first."""
+    """z, or gelu(z₀) times z₁ or g; each product and the gelu are rounded first."""
     if len(products) == 1:
         return products[0]
-    gate, up = (triton.rounded(z, numerics) for z in products)
-    return triton.rounded(gelu_tanh(gate), numerics) * up
+    gate, factor = (triton.rounded(z, numerics) for z in products)
+    return triton.rounded(gelu_tanh(gate), numerics) * factor
 
 
 # --- call -----------------------------------------------------------------------------------------
@@ -255,20 +292,24 @@ def _scratch(plan: _Plan) -> list[Any]:
         empty = plgpu.ClusterBarrier(
             collective_axes=("rank",), num_arrivals=groups, num_barriers=c.stages
         )
-    return [
+    scratch = [
         plgpu.SMEM(x_shape, jnp.bfloat16, transforms=swizzled),
         plgpu.SMEM(w_shape, jnp.bfloat16, transforms=swizzled),
         plgpu.Barrier(num_arrivals=groups + plan.parts, num_barriers=c.stages),
         empty,
         plgpu.SMEM((groups, ROWS if c.splits == 1 else 8, c.tile), jnp.bfloat16),
     ]
+    if plan.gate_column is not None:
+        scratch.append(plgpu.SMEM((groups, ROWS, c.tile), jnp.bfloat16))
+        scratch.append(plgpu.Barrier(num_arrivals=groups))
+    return scratch
 
 
 def shared_bytes(config: Config, batch: int, parts: int) -> int:
-    """Shared memory of a block, and 1 KB for the barriers."""
+    """Shared memory of a block with its output and gate, and 1 KB for the barriers."""
     rows = -(-batch // ROWS) * ROWS
     stage = (rows + parts * config.tile) * config.width
-    return 2 * (config.stages * stage + rows * config.tile) + 1024
+    return 2 * (config.stages * stage + 2 * rows * config.tile) + 1024
 
 
 def unsupported(x: jax.Array, w: jax.Array, numerics: Numerics, device: Device) -> str | None:
@@ -292,7 +333,7 @@ def _problem(plan: _Plan) -> str | None:
         return f"{plan.n} outputs are not whole tiles, of 8s, for whole clusters"
     if plan.k % c.width or c.width % SWIZZLE or plan.k // c.width < c.splits:
         return f"a depth of {plan.k} has no stages of {c.width} for every split"
-    if c.splits > 1 and plan.parts > 1:
+    if c.splits > 1 and (plan.parts > 1 or plan.gate_column is not None):
         return "an activation needs whole sums"
     needed = shared_bytes(c, plan.batch, plan.parts)
     if needed > SHARED_MEMORY[9, 0]:
@@ -300,13 +341,22 @@ def _problem(plan: _Plan) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("numerics", "config"))
-def multiply(x: jax.Array, w: jax.Array, *, numerics: Numerics, config: Config) -> jax.Array:
-    """x wᵀ, or gelu(gate) · up where w has two parts.
+@functools.partial(jax.jit, static_argnames=("gate_column", "numerics", "config"))
+def multiply(
+    x: jax.Array,
+    w: jax.Array,
+    gate: jax.Array | None = None,
+    gate_column: int = 0,
+    *,
+    numerics: Numerics,
+    config: Config,
+) -> jax.Array:
+    """x wᵀ, gelu(gate) · up where w has two parts, or gelu(x wᵀ) · g.
 
     Args:
       x: [B, K] bfloat16, B a multiple of 8 up to 64.
       w: [P, N, K] bfloat16, P 1 or 2.
+      gate: [B, G] bfloat16; g are its N columns from `gate_column`, a multiple of 8, on.
       config: how the work is cut.
     Returns:
       [B, N] bfloat16, or with `splits` partial sums [S, 64, N] float32, rows from B on undefined.
@@ -314,7 +364,7 @@ def multiply(x: jax.Array, w: jax.Array, *, numerics: Numerics, config: Config) 
       UnsupportedError: inputs or a config that the kernel cannot take.
     """
     (batch, k), (parts, n, _) = x.shape, w.shape
-    plan = _Plan(batch, parts, n, k, numerics, config)
+    plan = _Plan(batch, parts, n, k, numerics, config, None if gate is None else gate_column)
     device = current_device()
     if problem := unsupported(x, w, numerics, device) or _problem(plan):
         raise UnsupportedError(f"skinny_matmul: mosaic: {config}: {problem}")
@@ -335,4 +385,4 @@ def multiply(x: jax.Array, w: jax.Array, *, numerics: Numerics, config: Config) 
         kernel_name="skinny_mosaic",
         interpret=None if device.is_gpu else plgpu.InterpretGPUParams(),
         **cluster,
-    )(x, w.reshape(parts * n, k))
+    )(x, w.reshape(parts * n, k), *([] if gate is None else [gate]))

@@ -59,8 +59,10 @@ def shapes(rows):
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 64])
 def test_a_step_is_one_graph_of_few_kernels_and_copies_no_cache(rows, target, tmp_path):
+    if (rows, target) == (64, "a100"):
+        pytest.skip("XLA multiplies that many rows there, with kernels of its own between ours")
     program, arguments = shapes(rows)
 
     def decode(*arrays):
@@ -77,7 +79,8 @@ def test_a_step_is_one_graph_of_few_kernels_and_copies_no_cache(rows, target, tm
     step = thunks.read_text().rsplit("body:", 1)[1].splitlines()
     step = list(itertools.takewhile(lambda line: not line or line.startswith(" " * 8), step))
     graphs = [line for line in step if "kCommandBuffer" in line]
-    kernels = [line for line in step if "kCustomKernel" in line or "kKernel" in line]
+    # A Mosaic kernel is a custom call.
+    kernels = [line for line in step if re.search("kCustomKernel|kKernel|kCustomCall", line)]
     inside = [line for line in kernels if line.startswith(" " * 12)]
     assert len(graphs) == 1
     assert len(inside) == len(kernels) > KERNELS_OF_A_LAYER * LAYERS

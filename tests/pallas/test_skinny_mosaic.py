@@ -92,6 +92,20 @@ def test_partial_sums_add_up_to_the_product():
     np.testing.assert_allclose(sums[:, :24], expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_gate_is_taken_from_its_columns():
+    given = matmul_case("gate", 24, 16, 128).inputs(0)
+    gate = matmul_case("gate", 24, 8, 48).inputs(1)["x"].reshape(24, 3, 16)
+    config = Config(8, 64, 2)
+    flat = gate.reshape(24, 48)
+    out = mosaic.multiply(given["x"], given["w"][None], flat, 16, numerics=NUMERICS, config=config)
+    wide = functools.partial(op.skinny_matmul_reference, gate_index=1, numerics=NUMERICS)
+    plain = wide(**given, gate=gate)
+    with jax.enable_x64(True):
+        arrays = {**given, "gate": gate}
+        truth = wide(**{n: jnp.asarray(np.asarray(a, np.float64)) for n, a in arrays.items()})
+    assert_close_to_exact(np.asarray(out), np.asarray(plain), np.asarray(truth))
+
+
 # --- the op --------------------------------------------------------------------------------------
 
 
@@ -105,10 +119,10 @@ def test_the_op_takes_it_from_17_rows_on(parts):
 
 
 def test_only_a_hopper_gpu_prefers_it_to_xla(monkeypatch):
-    def worth(device, rows, n=1536, dtype="bfloat16"):
+    def worth(device, rows, n=1536, dtype="bfloat16", gated=False):
         monkeypatch.setattr(op, "current_device", lambda: device)
         x, w = jnp.zeros((rows, 64), dtype), jnp.zeros((n, 64), dtype)
-        return op.is_worth_it(x, w, Numerics(dtype))
+        return op.is_worth_it(x, w, Numerics(dtype), gated)
 
     assert worth(H200, 64)
     assert worth(H200, 24)
@@ -119,6 +133,7 @@ def test_only_a_hopper_gpu_prefers_it_to_xla(monkeypatch):
     assert not worth(H200, 64, dtype="float32")
     assert not worth(H200, 64, n=256)
     assert not worth(Device("cpu", None), 64)
+    assert worth(H200, 64, n=256, gated=True)
 
 
 # --- cuts ----------------------------------------------------------------------------------------
@@ -180,3 +195,14 @@ def test_cuts_that_do_not_fit_are_named(config, parts, message):
     x, w = jnp.zeros((64, 128), jnp.bfloat16), jnp.zeros((parts, 32, 128), jnp.bfloat16)
     with pytest.raises(UnsupportedError, match=message):
         mosaic.multiply(x, w, numerics=NUMERICS, config=config)
+
+
+@pytest.mark.parametrize(
+    ("gate", "index", "message"),
+    [((24, 2, 8), 0, r"expected \[B, L, N\]"), ((24, 16), 0, r"expected \[B, L, N\]"),
+     ((24, 2, 16), 2, "gate_index=2: expected 0 to 1")],
+)  # fmt: skip
+def test_gates_that_do_not_fit_are_named(gate, index, message):
+    x, w = jnp.zeros((24, 64), jnp.bfloat16), jnp.zeros((16, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        op.skinny_matmul(x, w, jnp.zeros(gate, jnp.bfloat16), index, numerics=NUMERICS)
