@@ -80,9 +80,10 @@ def _skinny_matmul_mosaic(
 ) -> jax.Array:
     w = _in_parts(w)
     may_split = unfinished and gate is None
-    config = skinny_mosaic.default_config(*w.shape, current_device(), may_split)
+    parts, n, k = w.shape
+    config = skinny_mosaic.default_config(parts, n, k, current_device(), may_split)
     assert config is not None  # else `unsupported` has said so
-    column = gate_index * w.shape[1]
+    column = gate_index * n
     gates = None if gate is None else gate.reshape(gate.shape[0], -1)
     return skinny_mosaic.multiply(x, w, gates, column, numerics=numerics, config=config)
 

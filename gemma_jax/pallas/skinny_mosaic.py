@@ -58,14 +58,12 @@ class Config:
       width: columns of K of a stage, a multiple of 64.
       stages: stages in flight.
       splits: blocks that share the depth of a tile.
-      cluster: blocks next to each other that load x for one another.
     """
 
     tile: int
     width: int = 64
     stages: int = 6
     splits: int = 1
-    cluster: int = 1
 
 
 def default_config(
@@ -122,11 +120,6 @@ class _Plan:
     def tiles(self) -> int:
         return self.n // self.config.tile
 
-    @property
-    def groups(self) -> int:
-        """Clusters of one split."""
-        return self.tiles // self.config.cluster
-
 
 @dataclass(frozen=True)
 class _Work:
@@ -139,12 +132,11 @@ class _Work:
 
 
 def _own_work(plan: _Plan) -> _Work:
-    c, unit = plan.config, lax.axis_index("unit")
-    split, group = lax.div(unit, jnp.int32(plan.groups)), lax.rem(unit, jnp.int32(plan.groups))
-    rank = lax.axis_index("rank") if c.cluster > 1 else jnp.int32(0)
+    c, block = plan.config, lax.axis_index("block")
+    split, tile = lax.div(block, jnp.int32(plan.tiles)), lax.rem(block, jnp.int32(plan.tiles))
     chunks = plan.k // c.width
     first, stop = (lax.div((split + i) * chunks, jnp.int32(c.splits)) for i in (0, 1))
-    return _Work(group * c.cluster + rank, split, first, stop - first)
+    return _Work(tile, split, first, stop - first)
 
 
 @dataclass(frozen=True)
@@ -174,7 +166,6 @@ def _load_stages(plan: _Plan, work: _Work, x: Any, w: Any, refs: tuple[Any, ...]
     """The copying warpgroup: fills a stage as soon as every reader has given it back."""
     x_smem, w_smem, full, empty = refs
     c = plan.config
-    shared = {"collective_axes": "rank"} if c.cluster > 1 else {}
 
     @pl.loop(0, work.steps)
     def _fill(i):
@@ -184,7 +175,7 @@ def _load_stages(plan: _Plan, work: _Work, x: Any, w: Any, refs: tuple[Any, ...]
             rows = _group_rows(plan, g)
             source = x.at[pl.ds(g * ROWS, rows), columns]
             target = x_smem.at[slot, g, pl.ds(0, rows)]
-            plgpu.copy_gmem_to_smem(source, target, full.at[slot], **shared)
+            plgpu.copy_gmem_to_smem(source, target, full.at[slot])
         for p in range(plan.parts):
             outputs = pl.ds(p * plan.n + work.tile * c.tile, c.tile)
             plgpu.copy_gmem_to_smem(w.at[outputs, columns], w_smem.at[slot, p], full.at[slot])
@@ -213,7 +204,9 @@ def _multiply(plan: _Plan, work: _Work, group: Any, refs: tuple[Any, ...]) -> tu
         plgpu.barrier_arrive(empty.at[lax.rem(work.steps - 1, stages)])
         return out
 
-    sums = [plgpu.ACC((ROWS, plan.config.tile), jnp.float32) for _ in range(plan.parts)]
+    sums = [
+        plgpu.WGMMAAccumulatorRef((ROWS, plan.config.tile), jnp.float32) for _ in range(plan.parts)
+    ]
     return pl.run_scoped(scope, *sums)
 
 
@@ -287,16 +280,11 @@ def _scratch(plan: _Plan) -> list[Any]:
     swizzled = (tiling((8, SWIZZLE)), swizzle(2 * SWIZZLE))
     groups = plan.row_groups
     x_shape, w_shape = (c.stages, groups, ROWS, c.width), (c.stages, plan.parts, c.tile, c.width)
-    empty = plgpu.Barrier(num_arrivals=groups, num_barriers=c.stages)
-    if c.cluster > 1:
-        empty = plgpu.ClusterBarrier(
-            collective_axes=("rank",), num_arrivals=groups, num_barriers=c.stages
-        )
     scratch = [
         plgpu.SMEM(x_shape, jnp.bfloat16, transforms=swizzled),
         plgpu.SMEM(w_shape, jnp.bfloat16, transforms=swizzled),
         plgpu.Barrier(num_arrivals=groups + plan.parts, num_barriers=c.stages),
-        empty,
+        plgpu.Barrier(num_arrivals=groups, num_barriers=c.stages),
         plgpu.SMEM((groups, ROWS if c.splits == 1 else 8, c.tile), jnp.bfloat16),
     ]
     if plan.gate_column is not None:
@@ -322,15 +310,16 @@ def unsupported(x: jax.Array, w: jax.Array, numerics: Numerics, device: Device) 
         return f"needs bfloat16, got {x.dtype}, {w.dtype} and compute dtype {numerics.dtype}"
     if x.shape[0] not in range(MIN_ROWS, MAX_BATCH + 1, 8):
         return f"{x.shape[0]} rows, no multiple of 8 from {MIN_ROWS} to {MAX_BATCH}"
-    if default_config(*w.shape, device) is None:
+    parts, n, k = w.shape
+    if default_config(parts, n, k, device) is None:
         return f"w {list(w.shape)}: N is no multiple of 8 or K none of {SWIZZLE}"
     return None
 
 
 def _problem(plan: _Plan) -> str | None:
     c = plan.config
-    if plan.n % c.tile or c.tile % 8 or plan.tiles % c.cluster:
-        return f"{plan.n} outputs are not whole tiles, of 8s, for whole clusters"
+    if plan.n % c.tile or c.tile % 8:
+        return f"{plan.n} outputs are not whole tiles of {c.tile}, a multiple of 8"
     if plan.k % c.width or c.width % SWIZZLE or plan.k // c.width < c.splits:
         return f"a depth of {plan.k} has no stages of {c.width} for every split"
     if c.splits > 1 and (plan.parts > 1 or plan.gate_column is not None):
@@ -371,18 +360,14 @@ def multiply(
     out = jax.ShapeDtypeStruct((batch, n), x.dtype)
     if config.splits > 1:
         out = jax.ShapeDtypeStruct((config.splits, plan.row_groups * ROWS, n), jnp.float32)
-    cluster = {}
-    if config.cluster > 1:
-        cluster = {"cluster": (config.cluster,), "cluster_names": ("rank",)}
     return plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out,
         scratch_types=_scratch(plan),
-        grid=(plan.groups * config.splits,),
-        grid_names=("unit",),
+        grid=(plan.tiles * config.splits,),
+        grid_names=("block",),
         num_threads=plan.row_groups + 1,
         thread_name="warpgroup",
         kernel_name="skinny_mosaic",
         interpret=None if device.is_gpu else plgpu.InterpretGPUParams(),
-        **cluster,
     )(x, w.reshape(parts * n, k), *([] if gate is None else [gate]))

@@ -26,7 +26,7 @@ CUTS = [
     (PLAIN, 64, 32, 320, Config(32, 64, 3)),
     (PLAIN, 40, 16, 320, Config(16, 64, 2, splits=3)),
     (GATE_UP, 64, 32, 192, Config(16, 64, 2)),
-    (GATE_UP, 32, 32, 128, Config(16, 64, 2, cluster=2)),
+    (GATE_UP, 32, 32, 128, Config(16, 128, 2)),
 ]
 
 
@@ -59,13 +59,16 @@ def test_interpreted_kernel_is_as_close_to_exact_as_plain_code(parts, b, n, k, c
 )  # fmt: skip
 def test_compiled_kernel_at_the_shapes_of_the_models(parts, n, k, rows, unfinished):
     given = matmul_case("model", rows, n, k, parts=parts).inputs(0)
-    call = functools.partial(op.skinny_matmul, numerics=NUMERICS)
-    out = jax.jit(
-        lambda x, w: whole(
-            call(x, w, unfinished=unfinished, implementation="mosaic"), rows, NUMERICS
+
+    def call(implementation, x, w):
+        out = op.skinny_matmul(
+            x, w, numerics=NUMERICS, unfinished=unfinished, implementation=implementation
         )
-    )(**given)
-    plain = jax.jit(lambda x, w: call(x, w, implementation="reference"))(**given)
+        return whole(out, rows, NUMERICS)
+
+    out, plain = (
+        jax.jit(functools.partial(call, name))(**given) for name in ("mosaic", "reference")
+    )
     with jax.default_device(jax.devices("cpu")[0]):
         truth = exact(**given)
     assert_close_to_exact(np.asarray(out), np.asarray(plain), truth)
@@ -98,12 +101,14 @@ def test_a_gate_is_taken_from_its_columns():
     config = Config(8, 64, 2)
     flat = gate.reshape(24, 48)
     out = mosaic.multiply(given["x"], given["w"][None], flat, 16, numerics=NUMERICS, config=config)
-    wide = functools.partial(op.skinny_matmul_reference, gate_index=1, numerics=NUMERICS)
-    plain = wide(**given, gate=gate)
+
+    def reference(x, w, gate):
+        return np.asarray(op.skinny_matmul_reference(x, w, gate, 1, numerics=NUMERICS))
+
+    arrays = (given["x"], given["w"], gate)
     with jax.enable_x64(True):
-        arrays = {**given, "gate": gate}
-        truth = wide(**{n: jnp.asarray(np.asarray(a, np.float64)) for n, a in arrays.items()})
-    assert_close_to_exact(np.asarray(out), np.asarray(plain), np.asarray(truth))
+        truth = reference(*(jnp.asarray(np.asarray(a, np.float64)) for a in arrays))
+    assert_close_to_exact(np.asarray(out), reference(*arrays), truth)
 
 
 # --- the op --------------------------------------------------------------------------------------
@@ -114,7 +119,7 @@ def test_the_op_takes_it_from_17_rows_on(parts):
     given = matmul_case("op", 24, 16, 64, parts=parts).inputs(0)
     out = op.skinny_matmul(**given, numerics=NUMERICS, implementation="pallas")
     z = np.einsum("bk,...nk->...bn", *(np.asarray(given[n], np.float64) for n in "xw"))
-    expected = z if parts == PLAIN else gelu_mul(*map(jnp.asarray, z), NUMERICS)
+    expected = z if parts == PLAIN else gelu_mul(jnp.asarray(z[0]), jnp.asarray(z[1]), NUMERICS)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=0.02, atol=0.02)
 
 
