@@ -45,6 +45,8 @@ MAX_OUTPUTS = 192
 MAX_SPLITS = 16
 STAGE_BYTES = 200 * 1024
 """Shared memory for stages."""
+OTHER_BYTES = 1024
+"""For barriers."""
 CORES = 132
 """Of an H200, for which a CPU interprets."""
 
@@ -84,9 +86,16 @@ def default_config(
         return None
     tile, split = min(cuts, key=lambda cut: _cost(*cut, parts, n, k, cores))
     row = 2 * (ROWS + parts * tile)  # bytes of one column of a stage
-    width = 2 * SWIZZLE if k % (2 * SWIZZLE) == 0 and STAGE_BYTES >= 6 * SWIZZLE * row else SWIZZLE
+    room = min(STAGE_BYTES, SHARED_MEMORY[9, 0] - OTHER_BYTES - 2 * _epilogue_size(ROWS, tile))
+    wide = k % (2 * SWIZZLE) == 0 and k // (2 * SWIZZLE) >= split
+    width = 2 * SWIZZLE if wide and room >= 6 * SWIZZLE * row else SWIZZLE
     steps = -(-k // width // split)
-    return Config(tile, width, max(2, min(STAGE_BYTES // (width * row), steps)), split)
+    return Config(tile, width, max(2, min(room // (width * row), steps)), split)
+
+
+def _epilogue_size(rows: int, tile: int) -> int:
+    """Numbers of the output and of a gate."""
+    return 2 * rows * tile
 
 
 def _cost(tile: int, splits: int, parts: int, n: int, k: int, cores: int) -> int:
@@ -294,10 +303,10 @@ def _scratch(plan: _Plan) -> list[Any]:
 
 
 def shared_bytes(config: Config, batch: int, parts: int) -> int:
-    """Shared memory of a block with its output and gate, and 1 KB for the barriers."""
+    """Shared memory of a block."""
     rows = -(-batch // ROWS) * ROWS
     stage = (rows + parts * config.tile) * config.width
-    return 2 * (config.stages * stage + 2 * rows * config.tile) + 1024
+    return 2 * (config.stages * stage + _epilogue_size(rows, config.tile)) + OTHER_BYTES
 
 
 def unsupported(x: jax.Array, w: jax.Array, numerics: Numerics, device: Device) -> str | None:
