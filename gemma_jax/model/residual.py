@@ -97,6 +97,8 @@ def project_gate(
     if _is_fused(stream.h):
         return _norm_matmul(stream, matrix, ops, gate_input=inputs[:, index])
     h = stream.settle(ops)
+    if is_worth_it(h, matrix, ops.numerics, gated=True):
+        return h, _skinny_matmul(h, matrix, ops, gate=inputs, gate_index=index)
     gate, kernel = matmul(h, matrix, ops), ops.kernels.of("gelu_mul")
     return h, gelu_gate(gate, inputs, index, numerics=ops.numerics, implementation=kernel)
 
@@ -119,13 +121,9 @@ def _is_fused(x: jax.Array) -> bool:
     return x.shape[0] <= MAX_FUSED_ROWS
 
 
-def _skinny_matmul(
-    x: jax.Array, matrix: jax.Array, ops: Ops, unfinished: bool = False
-) -> jax.Array:
-    return skinny_matmul(
-        x, matrix, numerics=ops.numerics, unfinished=unfinished,
-        implementation=ops.kernels.of("skinny_matmul"),
-    )  # fmt: skip
+def _skinny_matmul(x: jax.Array, matrix: jax.Array, ops: Ops, **rest) -> jax.Array:
+    kernel = ops.kernels.of("skinny_matmul")
+    return skinny_matmul(x, matrix, numerics=ops.numerics, implementation=kernel, **rest)
 
 
 def _norm_matmul(stream: Residual, matrix: jax.Array, ops: Ops, **rest) -> tuple:

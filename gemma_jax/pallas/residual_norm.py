@@ -16,6 +16,7 @@ Limits: bfloat16 or float32, rows of at most `MAX_WIDTH`, compute capability 8.0
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,28 +130,39 @@ def _kernel(*refs: Any, names: tuple[str, ...], plan: _Plan) -> None:
     """Whole rows: two reductions over registers, one read and one write of memory."""
     ref = dict(zip(names, refs, strict=True))
     chunks = _chunks(plan)
-    # All loads first: the stores below may alias them for all that the compiler knows.
+    # All loads first: the stores below may alias them for all that the compiler knows, and no load
+    # is issued before a barrier that stands in front of it.
     y = [_load_branch(ref["y"], c, plan) for c in chunks]
     x = [_load(ref["x"], c) for c in chunks]
-    normed = _norm(y, ref["post_weight"], chunks, plan)
-    h = [triton.rounded(a + b, plan.numerics) for a, b in zip(x, normed, strict=True)]
+    post, pre = (_weight_of(ref.get(name), chunks, plan) for name in ("post_weight", "pre_weight"))
+    scalar = None
     if "scalar" in ref:
         scalar = triton.load(ref["scalar"].at[pl.ds(0, 1)]).astype(jnp.float32)[None]
+    h = [triton.rounded(a + b, plan.numerics) for a, b in zip(x, _norm(y, post, plan), strict=True)]
+    if scalar is not None:
         h = [triton.rounded(part * scalar, plan.numerics) for part in h]
     _store(ref["h"], h, chunks)
     if "n" in ref:
-        _store(ref["n"], _norm(h, ref["pre_weight"], chunks, plan), chunks)
+        _store(ref["n"], _norm(h, pre, plan), chunks)
 
 
-def _norm(parts: list[jax.Array], weight_ref: Any, chunks: list[_Chunk], plan: _Plan):
+Weight = Callable[[int], jax.Array]
+"""The weight of a chunk, float32 [1, chunk]."""
+
+
+def _weight_of(ref: Any, chunks: list[_Chunk], plan: _Plan) -> Weight:
+    """Loaded now if registers allow, else when it is asked for."""
+    if ref is None or plan.width > 32 * 32 * plan.config.num_warps:
+        return lambda i: _load_weight(ref, chunks[i])
+    return [_load_weight(ref, c) for c in chunks].__getitem__
+
+
+def _norm(parts: list[jax.Array], weight: Weight, plan: _Plan) -> list[jax.Array]:
     # Chunks are added before the sum over columns: one exchange between warps instead of many.
     squares = functools.reduce(jnp.add, [part * part for part in parts])
     total = jnp.sum(squares, axis=1, keepdims=True)
     root = inverse_root(total, plan.width, plan.eps)
-    return [
-        triton.rounded(part * root * _load_weight(weight_ref, c), plan.numerics)
-        for part, c in zip(parts, chunks, strict=True)
-    ]
+    return [triton.rounded(part * root * weight(i), plan.numerics) for i, part in enumerate(parts)]
 
 
 def _chunks(plan: _Plan) -> list[_Chunk]:

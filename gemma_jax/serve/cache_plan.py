@@ -21,9 +21,9 @@ def plan_cache(
 ) -> CacheSizes:
     """The sizes of a cache that fits into `memory` bytes.
 
-    What every slot at full length needs comes first, and `spare_pages` more of each kind for
-    prefixes that may come again. If memory is short, both kinds shrink in proportion, but a sliding
-    layer keeps what one sequence needs.
+    Wanted is what every slot at full length needs, and `spare_pages` more of each kind for prefixes
+    that may come again. If memory is short, sliding layers, whose need is bounded, come first, up
+    to half of it; full-attention layers get the rest.
 
     Args:
       page_size: tokens a page.
@@ -46,12 +46,11 @@ def plan_cache(
     if window:
         decoding = max_num_seqs * (-(-window // page_size) + DECODE_PAGES)
         sliding = min(full, decoding + -(-prefill_tokens // page_size) + ring + spare_pages)
-    wanted = full * page_bytes[0] + sliding * page_bytes[1]
-    if wanted > memory:
-        share = memory / wanted
+    if full * page_bytes[0] + sliding * page_bytes[1] > memory:
         least = min(ring, longest) if window else 0
-        sliding = max(int(sliding * share), least)
-        full = (memory - sliding * page_bytes[1]) // max(page_bytes[0], 1)
+        half = memory // 2 // max(page_bytes[1], 1)
+        sliding = max(min(sliding, half), least)
+        full = min(full, (memory - sliding * page_bytes[1]) // max(page_bytes[0], 1))
     if full < 1:
         raise ConfigError(
             f"gpu_memory_utilization: {memory / 2**20:.0f} MiB are left for the KV cache, too few"

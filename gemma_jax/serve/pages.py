@@ -154,16 +154,16 @@ class KVPages:
         if not self.prefix_caching:
             return PrefixHit(chain)
         size = self.sizes.page_size
-        keys = chain.keys(tokens, max(0, len(tokens) - 1) // size)
         full: list[int] = []
         window: list[int | None] = []
         length, run = 0, 0  # run: sliding pages present without a gap up to here
         for q in range((len(tokens) - 1) // size):
-            page = self.full.lookup(keys[q])
+            key = chain.keys(tokens, q + 1)[q]  # a page at a time: most prompts miss at once
+            page = self.full.lookup(key)
             if page is None:
                 break
             full.append(page)
-            window.append(self.window.lookup(keys[q]))
+            window.append(self.window.lookup(key))
             run = 0 if window[q] is None else run + 1
             if not self.sizes.window or run > q - self.first_visible((q + 1) * size):
                 length = q + 1

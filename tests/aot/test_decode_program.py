@@ -58,8 +58,10 @@ def shapes(rows):
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [1, 8, 64])
 def test_a_call_is_one_graph_of_few_kernels_a_step_and_copies_no_cache(rows, target, tmp_path):
+    if (rows, target) == (64, "a100"):
+        pytest.skip("XLA multiplies that many rows there, with kernels of its own between ours")
     program, arguments = shapes(rows)
 
     def decode(*arrays):
@@ -79,7 +81,8 @@ def test_a_call_is_one_graph_of_few_kernels_a_step_and_copies_no_cache(rows, tar
         "000: kCommandBuffer"
     ]
     step = whole.rsplit("body:", 1)[1].splitlines()
-    kernels = [line for line in step if re.match(r" {12,}\d+: kCustomKernel", line)]
+    # A Mosaic kernel is a custom call.
+    kernels = [line for line in step if re.match(r" {12,}\d+: kCustom(Kernel|Call)", line)]
     assert len(kernels) > KERNELS_OF_A_LAYER * LAYERS
     norms = 3 * LAYERS if rows > 2 else 0  # apart from three rows on
     assert len(kernels) <= KERNELS_OF_A_LAYER * LAYERS + norms + OTHER_KERNELS

@@ -2,10 +2,12 @@
 
 import functools
 
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from gemma_jax.config import PRESETS
 from gemma_jax.errors import UnsupportedError
@@ -26,7 +28,7 @@ CUTS = [
     (PLAIN, 64, 32, 320, Config(32, 64, 3)),
     (PLAIN, 40, 16, 320, Config(16, 64, 2, splits=3)),
     (GATE_UP, 64, 32, 192, Config(16, 64, 2)),
-    (GATE_UP, 32, 32, 128, Config(16, 64, 2, cluster=2)),
+    (GATE_UP, 32, 32, 128, Config(16, 128, 2)),
 ]
 
 
@@ -44,9 +46,9 @@ def exact(x, w):
 
 @pytest.mark.parametrize(("parts", "b", "n", "k", "config"), CUTS, ids=lambda x: str(x))
 def test_interpreted_kernel_is_as_close_to_exact_as_plain_code(parts, b, n, k, config):
-    given = matmul_case("cut", b, n, k, parts=parts).inputs(0)
-    plain = op.skinny_matmul_reference(**given, numerics=NUMERICS)
-    assert_close_to_exact(multiplied(**given, config=config), np.asarray(plain), exact(**given))
+    arrays = matmul_case("cut", b, n, k, parts=parts).inputs(0)
+    plain = op.skinny_matmul_reference(**arrays, numerics=NUMERICS)
+    assert_close_to_exact(multiplied(**arrays, config=config), np.asarray(plain), exact(**arrays))
 
 
 @pytest.mark.gpu
@@ -58,38 +60,59 @@ def test_interpreted_kernel_is_as_close_to_exact_as_plain_code(parts, b, n, k, c
      (PLAIN, 1536, 256)],
 )  # fmt: skip
 def test_compiled_kernel_at_the_shapes_of_the_models(parts, n, k, rows, unfinished):
-    given = matmul_case("model", rows, n, k, parts=parts).inputs(0)
-    call = functools.partial(op.skinny_matmul, numerics=NUMERICS)
-    out = jax.jit(
-        lambda x, w: whole(
-            call(x, w, unfinished=unfinished, implementation="mosaic"), rows, NUMERICS
+    arrays = matmul_case("model", rows, n, k, parts=parts).inputs(0)
+
+    def call(implementation, x, w):
+        out = op.skinny_matmul(
+            x, w, numerics=NUMERICS, unfinished=unfinished, implementation=implementation
         )
-    )(**given)
-    plain = jax.jit(lambda x, w: call(x, w, implementation="reference"))(**given)
+        return whole(out, rows, NUMERICS)
+
+    out, plain = (
+        jax.jit(functools.partial(call, name))(**arrays) for name in ("mosaic", "reference")
+    )
     with jax.default_device(jax.devices("cpu")[0]):
-        truth = exact(**given)
+        truth = exact(**arrays)
     assert_close_to_exact(np.asarray(out), np.asarray(plain), truth)
 
 
 def test_a_row_does_not_depend_on_the_others():
-    given = matmul_case("rows", 32, 16, 128).inputs(0)
+    arrays = matmul_case("rows", 32, 16, 128).inputs(0)
     config = Config(16, 64, 2, splits=2)
-    alone = given["x"].at[1:].set(jnp.nan)
-    first = multiplied(given["x"], given["w"], config)
-    np.testing.assert_array_equal(multiplied(alone, given["w"], config)[0], first[0])
+    alone = arrays["x"].at[1:].set(jnp.nan)
+    first = multiplied(arrays["x"], arrays["w"], config)
+    np.testing.assert_array_equal(multiplied(alone, arrays["w"], config)[0], first[0])
 
 
 def test_partial_sums_add_up_to_the_product():
-    given = matmul_case("sums", 24, 16, 256).inputs(0)
+    arrays = matmul_case("sums", 24, 16, 256).inputs(0)
     sums = mosaic.multiply(
-        given["x"], given["w"][None], numerics=NUMERICS, config=Config(16, 64, 2, splits=4)
+        arrays["x"], arrays["w"][None], numerics=NUMERICS, config=Config(16, 64, 2, splits=4)
     )
     assert sums.shape == (4, mosaic.ROWS, 16)
     assert sums.dtype == jnp.float32
     parts = [slice(i, i + 64) for i in range(0, 256, 64)]
-    x, w = (np.asarray(given[name], np.float32) for name in "xw")
+    x, w = (np.asarray(arrays[name], np.float32) for name in "xw")
     expected = np.stack([x[:, part] @ w[:, part].T for part in parts])
     np.testing.assert_allclose(sums[:, :24], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gate_is_taken_from_its_columns():
+    arrays = matmul_case("gate", 24, 16, 128).inputs(0)
+    gate = matmul_case("gate", 24, 8, 48).inputs(1)["x"].reshape(24, 3, 16)
+    config = Config(8, 64, 2)
+    flat = gate.reshape(24, 48)
+    out = mosaic.multiply(
+        arrays["x"], arrays["w"][None], flat, 16, numerics=NUMERICS, config=config
+    )
+
+    def reference(x, w, gate):
+        return np.asarray(op.skinny_matmul_reference(x, w, gate, 1, numerics=NUMERICS))
+
+    values = (arrays["x"], arrays["w"], gate)
+    with jax.enable_x64(True):
+        truth = reference(*(jnp.asarray(np.asarray(a, np.float64)) for a in values))
+    assert_close_to_exact(np.asarray(out), reference(*values), truth)
 
 
 # --- the op --------------------------------------------------------------------------------------
@@ -97,18 +120,18 @@ def test_partial_sums_add_up_to_the_product():
 
 @pytest.mark.parametrize("parts", [PLAIN, GATE_UP])
 def test_the_op_takes_it_from_17_rows_on(parts):
-    given = matmul_case("op", 24, 16, 64, parts=parts).inputs(0)
-    out = op.skinny_matmul(**given, numerics=NUMERICS, implementation="pallas")
-    z = np.einsum("bk,...nk->...bn", *(np.asarray(given[n], np.float64) for n in "xw"))
-    expected = z if parts == PLAIN else gelu_mul(*map(jnp.asarray, z), NUMERICS)
+    arrays = matmul_case("op", 24, 16, 64, parts=parts).inputs(0)
+    out = op.skinny_matmul(**arrays, numerics=NUMERICS, implementation="pallas")
+    z = np.einsum("bk,...nk->...bn", *(np.asarray(arrays[n], np.float64) for n in "xw"))
+    expected = z if parts == PLAIN else gelu_mul(jnp.asarray(z[0]), jnp.asarray(z[1]), NUMERICS)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=0.02, atol=0.02)
 
 
 def test_only_a_hopper_gpu_prefers_it_to_xla(monkeypatch):
-    def worth(device, rows, n=1536, dtype="bfloat16"):
+    def worth(device, rows, n=1536, dtype="bfloat16", gated=False):
         monkeypatch.setattr(op, "current_device", lambda: device)
         x, w = jnp.zeros((rows, 64), dtype), jnp.zeros((n, 64), dtype)
-        return op.is_worth_it(x, w, Numerics(dtype))
+        return op.is_worth_it(x, w, Numerics(dtype), gated)
 
     assert worth(H200, 64)
     assert worth(H200, 24)
@@ -119,6 +142,7 @@ def test_only_a_hopper_gpu_prefers_it_to_xla(monkeypatch):
     assert not worth(H200, 64, dtype="float32")
     assert not worth(H200, 64, n=256)
     assert not worth(Device("cpu", None), 64)
+    assert worth(H200, 64, n=256, gated=True)
 
 
 # --- cuts ----------------------------------------------------------------------------------------
@@ -140,6 +164,20 @@ def test_cuts_of_the_models_fit(name, may_split):
             plan = mosaic._Plan(64, *shape, NUMERICS, config)
             assert mosaic._problem(plan) is None
             assert mosaic.shared_bytes(config, 64, shape[0]) <= SHARED_MEMORY[9, 0]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    parts=st.sampled_from([1, 2]),
+    eights=st.integers(1, 3000),
+    chunks=st.integers(1, 400),
+    may_split=st.booleans(),
+)
+def test_any_cut_fits(parts, eights, chunks, may_split):
+    shape = (parts, 8 * eights, mosaic.SWIZZLE * chunks)
+    config = mosaic.default_config(*shape, H200, may_split)
+    assert config is not None
+    assert mosaic._problem(mosaic._Plan(64, *shape, NUMERICS, config)) is None
 
 
 def test_the_products_of_e2b_fill_the_gpu_once():
@@ -180,3 +218,14 @@ def test_cuts_that_do_not_fit_are_named(config, parts, message):
     x, w = jnp.zeros((64, 128), jnp.bfloat16), jnp.zeros((parts, 32, 128), jnp.bfloat16)
     with pytest.raises(UnsupportedError, match=message):
         mosaic.multiply(x, w, numerics=NUMERICS, config=config)
+
+
+@pytest.mark.parametrize(
+    ("gate", "index", "message"),
+    [((24, 2, 8), 0, r"expected \[B, L, N\]"), ((24, 16), 0, r"expected \[B, L, N\]"),
+     ((24, 2, 16), 2, "gate_index=2: expected 0 to 1")],
+)  # fmt: skip
+def test_gates_that_do_not_fit_are_named(gate, index, message):
+    x, w = jnp.zeros((24, 64), jnp.bfloat16), jnp.zeros((16, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        op.skinny_matmul(x, w, jnp.zeros(gate, jnp.bfloat16), index, numerics=NUMERICS)

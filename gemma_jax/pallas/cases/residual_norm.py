@@ -60,7 +60,7 @@ CASES = [
     rows_case("e2b, 1 token", Rows(1, 1536), bench=True),
     rows_case("e2b layer end, 1 token", Rows(1, 1536, scalar=True), bench=True),
     rows_case("e2b, 64 tokens", Rows(64, 1536), bench=True),
-    rows_case("e2b, 64 tokens, 8 partial sums", Rows(64, 1536, splits=8), bench=True),
+    rows_case("e2b, 8 partial sums of 64 rows", Rows(64, 1536, splits=8), bench=True),
     rows_case("e4b, 8192 tokens", Rows(8192, 2560), bench=True),
     rows_case("31b, 4096 tokens", Rows(4096, 5376), bench=True),
     rows_case("31b, 1 token", Rows(1, 5376), bench=True),
