@@ -107,11 +107,11 @@ def test_prompts_of_one_padded_length_share_a_call():
 
 
 def test_the_budget_counts_padded_tokens():
-    sim = simulation(max_num_batched_tokens=24)
-    for i in range(4):
+    sim = simulation(max_num_batched_tokens=40)
+    for i in range(5):
         sim.add(prompt(8, i), 1)
     sim.step()
-    assert [plan.padded_tokens for plan in prefills(sim)] == [16]  # three rows would pad to four
+    assert [plan.padded_tokens for plan in prefills(sim)] == [32]  # five rows would pad to eight
     sim.run()
 
 
