@@ -39,8 +39,8 @@ class EngineConfig:
       max_model_len: most tokens of a sequence, prompt and output; the model's own limit by default.
       max_num_seqs: most sequences decoded at a time.
       max_num_batched_tokens: most prompt tokens of one prefill call, padding included.
-      mixed_batched_tokens: the same while other requests decode, who wait for it; by default
-        `max_num_batched_tokens`.
+      mixed_batched_tokens: the same while other requests decode; each of their decode calls then
+        waits for one such call at most. `None` prefills every prompt first.
       max_queue: most completions that wait; beyond it requests are refused.
       prefix_caching: keep whole pages of earlier prompts and find them again.
       gpu_memory_utilization: share of the device's memory that weights and caches may take.

@@ -35,6 +35,7 @@ from gemma_jax.pallas.device import SHARED_MEMORY, Device, current_device
 ROWS = 64
 """Rows of a wgmma product."""
 MAX_BATCH = 64
+MIN_DEPTH = 512
 MIN_ROWS = 24
 """Fewer than 17 rows are faster in `skinny_kernels`."""
 SWIZZLE = 64

@@ -156,6 +156,7 @@ class Engine:
             decode_steps=config.decode_steps,
             decode_steps_waiting=min(STEP_BLOCK, config.decode_steps),
             max_queue=config.max_queue,
+            prompts_first=config.mixed_batched_tokens is None,
         )
 
     # --- requests --------------------------------------------------------------------------------

@@ -9,11 +9,15 @@ if TYPE_CHECKING:
     from gemma_jax.llm import LLM
 
 
+SERVING = {"mixed_batched_tokens": 4096, "decode_steps": 8}
+"""Settings of a server unless it asks for others: streams go on soon, and tokens come often."""
+
+
 def load_engine(settings: Mapping[str, Any], warm: bool = True) -> LoadedEngine:
-    """The engine of `LLM(**settings)`, by default after `warm_up`."""
+    """The engine of `LLM(**settings)` with `SERVING` under them, by default after `warm_up`."""
     from gemma_jax.llm import LLM  # JAX, in this process only
 
-    llm = LLM(**settings)
+    llm = LLM(**SERVING | dict(settings))
     if warm:
         warm_up(llm)
     return LoadedEngine(llm.engine, llm.max_num_seqs)

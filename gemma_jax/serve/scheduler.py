@@ -103,7 +103,7 @@ class Scheduler:
         """
         self._roster.settle()
         self._admission.reset()
-        if self._after_prefill:
+        if self._after_prefill and not self.limits.prompts_first:
             plan = self._decode.plan() or self._prefill.plan(self._turn + 1)
         else:
             plan = self._prefill.plan(self._turn + 1) or self._decode.plan()

@@ -26,6 +26,8 @@ class SchedulerLimits:
       decode_steps: steps of a decode call.
       decode_steps_waiting: steps of a decode call while a prompt could be prefilled.
       max_queue: most waiting entries.
+      prompts_first: no decode call while a prompt can be prefilled; for jobs whose rows nobody
+        watches. Otherwise the two kinds of call alternate.
     """
 
     max_num_seqs: int
@@ -36,6 +38,7 @@ class SchedulerLimits:
     decode_steps: int = 32
     decode_steps_waiting: int = 4
     max_queue: int = 4096
+    prompts_first: bool = False
 
     def __post_init__(self):
         for name in _COUNTS:

@@ -115,6 +115,21 @@ def test_the_budget_counts_padded_tokens():
     sim.run()
 
 
+def test_prompts_first_leaves_decoding_until_no_prompt_can_start():
+    sim = simulation(max_num_seqs=3, prompts_first=True, max_num_batched_tokens=16)
+    for i in range(3):
+        sim.add(prompt(16, i), 8)
+    sim.run()
+    kinds = [isinstance(plan, PrefillPlan) for plan in sim.plans]
+    assert sum(kinds) == 3
+    assert all(kinds[:3])
+    sim = simulation(max_num_seqs=3, max_num_batched_tokens=16)
+    for i in range(3):
+        sim.add(prompt(16, i), 8)
+    sim.run()
+    assert not all(isinstance(plan, PrefillPlan) for plan in sim.plans[:3])
+
+
 def test_a_smaller_budget_applies_while_rows_decode():
     sim = simulation(mixed_budget=8)
     sim.add(prompt(4), 30)
