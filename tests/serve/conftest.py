@@ -32,10 +32,18 @@ def server():
         yield server
 
 
+@pytest.fixture(scope="session")
+def scripted_server():
+    """The same with the real engine over a scripted model."""
+    with server_process.start({"api_keys": [KEY]}, {"scripted": True}) as server:
+        yield server
+
+
 @pytest.fixture
-def client(server):
-    """The official client of that server."""
+def client(request):
+    """The official client of that server, or of the one that a test's parameter names."""
     import openai
 
+    server = request.getfixturevalue(getattr(request, "param", "server"))
     with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as client:
         yield client

@@ -116,6 +116,23 @@ def build(max_num_seqs=4, loading_seconds=0.0, **settings):
     return LoadedEngine(FakeEngine(max_num_seqs, **settings), max_num_seqs)
 
 
-def factory(**settings):
+def build_scripted(max_num_seqs=4):
+    """Return the real engine over a model that says the same as the fake one."""
+    from gemma_jax.testing.scripted import scripted_engine
+
+    text_side = TextSide.load("nano")
+    tokenizer = text_side.tokenizer
+
+    def respond(prompt_ids):
+        prompt = tokenizer.decode(prompt_ids, skip_special_tokens=False)
+        prompt = prompt.rsplit("<|turn>user", 1)[-1]
+        script = next((text for word, text in SCRIPTS.items() if word in prompt), STORY)
+        return tokenizer.encode(script, add_bos=False)
+
+    engine = scripted_engine(text_side, respond, max_num_seqs=max_num_seqs, decode_steps=3)
+    return LoadedEngine(engine, max_num_seqs)
+
+
+def factory(scripted=False, **settings):
     """Return what the engine's process calls."""
-    return functools.partial(build, **settings)
+    return functools.partial(build_scripted if scripted else build, **settings)

@@ -149,6 +149,7 @@ def test_chat_logprobs_have_bytes_and_the_best_alternatives(client):
     assert silent.choices[0].logprobs is None
 
 
+@pytest.mark.parametrize("client", ["server", "scripted_server"], indirect=True)
 def test_a_thought_is_reasoning_and_not_content(client):
     request = {
         "model": "nano", "messages": ask("THINK"),
@@ -162,6 +163,7 @@ def test_a_thought_is_reasoning_and_not_content(client):
     assert "".join(d.content or "" for d in deltas) == "The answer is 4."
 
 
+@pytest.mark.parametrize("client", ["server", "scripted_server"], indirect=True)
 def test_a_tool_call_is_parsed_whole_and_streamed(client):
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
     tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
@@ -180,6 +182,7 @@ def test_a_tool_call_is_parsed_whole_and_streamed(client):
     assert reasons[-1] == "tool_calls"
 
 
+@pytest.mark.parametrize("client", ["server", "scripted_server"], indirect=True)
 def test_without_tools_a_call_is_content(client):
     answer = client.chat.completions.create(model="nano", messages=ask("CALL"), tool_choice="none")
     assert answer.choices[0].message.tool_calls is None
