@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from gemma_jax.llm import LLM
 
 
-SERVING = {"mixed_batched_tokens": 4096, "decode_steps": 8}
+SERVING: dict[str, Any] = {"mixed_batched_tokens": 4096, "decode_steps": 8}
 """Settings of a server unless it asks for others: streams go on soon, and tokens come often."""
 
 
