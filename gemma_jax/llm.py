@@ -161,6 +161,8 @@ class LLM:
 
     def close(self) -> None:
         """Frees the weights; the object cannot be used afterwards."""
+        if self._engine is not None:
+            self._engine.close()
         self._runner = self._engine = None
 
     @property
@@ -384,6 +386,8 @@ class LLM:
 
     def _give_up_engine(self, error: BaseException) -> None:
         """After an interruption: a call may have consumed the cache, so the next engine is new."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
         reason = f"the engine was interrupted by {type(error).__name__}; ask again"
         for request_id in list(self._sinks):

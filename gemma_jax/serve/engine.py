@@ -5,6 +5,7 @@ arrays. Up to `QUEUED_CALLS` calls are on their way to the device: while the hos
 of one and plans ahead, the next one runs.
 """
 
+import contextlib
 import itertools
 import time
 from collections import deque
@@ -207,6 +208,13 @@ class Engine:
             self._scheduler.abort(running.entry)
             self._running.pop(running.entry.entry_id, None)
             running.completion.abort()
+
+    def close(self) -> None:
+        """Waits for the queued calls; a process that ends under them would crash."""
+        while self._calls:
+            call = self._calls.popleft()
+            with contextlib.suppress(RuntimeError):  # what they bring no longer matters
+                jax.block_until_ready(call.output)
 
     @property
     def has_work(self) -> bool:
