@@ -24,9 +24,9 @@ class Collector:
     finished_time: float | None = None
 
     def __post_init__(self):
-        empty = [] if self.request.params.logprobs is not None else None
+        wanted = self.request.params.logprobs is not None
         self._outputs = [
-            CompletionOutput(i, "", [], logprobs=None if empty is None else [])
+            CompletionOutput(i, "", [], logprobs=[] if wanted else None)
             for i in range(self.request.params.n)
         ]
         self._error: str | None = None

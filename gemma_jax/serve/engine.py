@@ -63,7 +63,6 @@ class _Running:
     completion: Completion
     entry: Entry
     grammar: "GrammarState | None" = None
-    reported_cached: bool = False
 
 
 @dataclass
@@ -151,7 +150,7 @@ class Engine:
         return SchedulerLimits(
             max_num_seqs=self._slots,
             max_num_batched_tokens=budget,
-            mixed_budget=max(min(budget, config.mixed_tokens()), longest and 1),
+            mixed_budget=min(budget, config.mixed_tokens()),
             row_buckets=prefill_row_buckets(self._slots),
             chunk_buckets=chunk_buckets(longest),
             decode_steps=config.decode_steps,
