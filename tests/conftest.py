@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import socket
@@ -120,6 +121,17 @@ def _no_network(monkeypatch):
         return connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before():
+    """Undo what a command run inside this process did to logging: later tests read their own log."""
+    root, ours = logging.getLogger(), logging.getLogger("gemma_jax")
+    handlers, levels = list(root.handlers), (root.level, ours.level)
+    yield
+    root.handlers[:] = [h for h in root.handlers if h in handlers]
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
 
 
 @pytest.fixture(scope="module")
