@@ -125,7 +125,7 @@ def _no_network(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _logging_as_before():
-    """Undo what a command run inside this process did to logging: later tests read their own log."""
+    """Undo what a command that ran inside this process did to logging."""
     root, ours = logging.getLogger(), logging.getLogger("gemma_jax")
     handlers, levels = list(root.handlers), (root.level, ours.level)
     yield
