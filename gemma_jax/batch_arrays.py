@@ -22,16 +22,23 @@ _MAX_INT32 = int(np.iinfo(np.int32).max)
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
-def sampling_statics(sequences: Sequence[Completion], vocab_size: int) -> SamplingStatics:
-    """The compile-time needs of a batch."""
+def sampling_statics(
+    sequences: Sequence[Completion], vocab_size: int, batch_invariant: bool = False
+) -> SamplingStatics:
+    """The compile-time needs of a batch.
+
+    With `batch_invariant` every draw sorts the whole vocabulary: how many candidates a row is cut
+    to must not depend on the others.
+    """
     params = [s.params for s in sequences]
     sampled = [p for p in params if p.temperature > 0]
     asked = [p.logprobs for p in params if p.logprobs is not None]
     logprobs = min(pick(max(asked), LOGPROB_BUCKETS, "logprobs"), vocab_size) if asked else None
     filters = [p for p in sampled if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+    candidates = _candidates([p.top_k for p in sampled], vocab_size) if filters else None
     return SamplingStatics(
         greedy=not sampled,
-        candidates=_candidates([p.top_k for p in sampled], vocab_size) if filters else None,
+        candidates=0 if batch_invariant and sampled else candidates,
         penalties=any(
             p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1 for p in params
         ),

@@ -8,7 +8,7 @@ import jax
 from gemma_jax.buckets import MIN_CHUNK
 from gemma_jax.config import ModelConfig
 from gemma_jax.errors import ConfigError, UnsupportedError
-from gemma_jax.kernels import Kernels
+from gemma_jax.kernels import AUTO, Kernels
 from gemma_jax.numerics import ROUNDINGS, Numerics, Rounding
 
 DTYPES = ("auto", "bfloat16", "float32")
@@ -34,6 +34,8 @@ class EngineConfig:
       dtype: "bfloat16", "float32", or "auto" for the checkpoint's own.
       rounding: whose bf16 rounding points to reproduce, "hf" or "vllm".
       fast_prefill: run KV-shared layers only on the prompt rows whose logits are wanted.
+      batch_invariant: a request's tokens and logprobs are the same bits alone, in any batch,
+        however its prompt is cut and whatever the prefix cache holds.
       kernels: "auto", "reference" (plain jax.numpy) or "pallas", and per-op overrides, for instance
         "auto,prefill_attention=triton" or a mapping op → implementation; see `Kernels`.
       max_model_len: most tokens of a sequence, prompt and output; the model's own limit by default.
@@ -52,6 +54,7 @@ class EngineConfig:
     dtype: str = "auto"
     rounding: Rounding = "hf"
     fast_prefill: bool = True
+    batch_invariant: bool = False
     kernels: str | Mapping[str, str] | Kernels = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
@@ -75,7 +78,7 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}"
                 )
-        for name in ("fast_prefill", "prefix_caching"):
+        for name in ("fast_prefill", "prefix_caching", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected True or False")
         Kernels.parse(self.kernels)
@@ -107,7 +110,7 @@ class EngineConfig:
         """The resolved precision rules.
 
         Raises:
-          UnsupportedError: "auto" on a float16 checkpoint.
+          UnsupportedError: "auto" on a float16 checkpoint; `batch_invariant` where it cannot be.
         """
         dtype = model.dtype if self.dtype == "auto" else self.dtype
         if dtype == "float16":
@@ -115,7 +118,38 @@ class EngineConfig:
                 "dtype='auto': the checkpoint is float16, whose range E2B's activations exceed;"
                 " ask for dtype='bfloat16' or 'float32'"
             )
-        return Numerics(dtype, self.rounding)
+        if self.batch_invariant:
+            self._check_invariance(model)
+        return Numerics(dtype, self.rounding, self.batch_invariant)
+
+    def _check_invariance(self, model: ModelConfig) -> None:
+        if model.enable_moe_block:
+            raise UnsupportedError(
+                "batch_invariant=True: experts are not promised the same bits in every batch yet;"
+                " leave it out for this model"
+            )
+        if self.rounding == "vllm":
+            raise UnsupportedError(
+                "batch_invariant=True: rounding='vllm' follows kernels whose sums depend on the"
+                " batch; use rounding='hf'"
+            )
+        kernels = Kernels.parse(self.kernels)
+        if kernels.overrides:
+            raise ConfigError(
+                f"kernels={str(kernels)!r}: batch_invariant=True takes no implementation of single"
+                " ops; use 'auto'"
+            )
+        if kernels.default == "reference" and jax.default_backend() == "gpu":
+            raise UnsupportedError(
+                "kernels='reference': batch_invariant=True needs our kernels on a GPU; use 'auto'"
+            )
+
+    def implementations(self) -> Kernels:
+        """Which implementation each op uses; batch-invariant programs on a GPU use our kernels."""
+        kernels = Kernels.parse(self.kernels)
+        if self.batch_invariant and kernels == AUTO and jax.default_backend() == "gpu":
+            return Kernels("pallas")
+        return kernels
 
     def context_length(self, model: ModelConfig) -> int:
         """Most tokens of a sequence.

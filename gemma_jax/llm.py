@@ -18,7 +18,6 @@ from gemma_jax.config import ModelConfig
 from gemma_jax.engine_config import EngineConfig
 from gemma_jax.errors import CapacityError, GemmaError, RequestError, UnsupportedError
 from gemma_jax.generation_config import GenerationDefaults
-from gemma_jax.kernels import Kernels
 from gemma_jax.model.transformer import abstract_model
 from gemma_jax.model_source import resolve_model
 from gemma_jax.outputs import FinishReason, PositionLogprobs, RequestOutput
@@ -146,7 +145,7 @@ class LLM:
         engine, config = self.engine_config, self.model_config
         numerics = engine.numerics(config)
         self._runner: Runner | None = Runner(
-            config, numerics, leaves, engine.fast_prefill, Kernels.parse(engine.kernels)
+            config, numerics, leaves, engine.fast_prefill, engine.implementations()
         )
         self._engine: Engine | None = None
         self._sinks: dict[str, Collector | deque[CompletionDelta]] = {}

@@ -34,10 +34,12 @@ class Numerics:
       dtype: "bfloat16" or "float32".
       rounding: "hf" = transformers 5.17 with eager attention; "vllm" = vLLM 0.25.1, eager mode with
         Triton attention.
+      batch_invariant: the order of every sum is fixed, whatever else a call computes.
     """
 
     dtype: str = "bfloat16"
     rounding: Rounding = "hf"
+    batch_invariant: bool = False
 
     @property
     def jnp_dtype(self) -> jnp.dtype:

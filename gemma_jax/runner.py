@@ -11,7 +11,6 @@ A program is compiled anew for each combination of static sizes: rows, chunk len
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +19,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gemma_jax.config import ModelConfig
 from gemma_jax.kernels import AUTO, Kernels
 from gemma_jax.model.cache import CacheLayout, KVCache, init_pages
-from gemma_jax.model.kernel_context import decode_context, prefill_context
-from gemma_jax.model.transformer import Gemma4, abstract_model
+from gemma_jax.model.row_blocks import map_blocks
+from gemma_jax.model.transformer import abstract_model
 from gemma_jax.numerics import Numerics
+from gemma_jax.program import (
+    Drawn,
+    Program,
+    PromptRows,
+    draw_tokens,
+    log_probabilities,
+    make_program,
+    new_rows,
+    prompt_rows,
+)
 from gemma_jax.sampling import (
     NO_ID,
     Logprobs,
@@ -38,8 +46,6 @@ from gemma_jax.sampling import (
     SamplingTable,
     advance,
     empty_state,
-    sample,
-    token_logprobs,
 )
 from gemma_jax.sharding import named_parameters
 
@@ -99,6 +105,11 @@ class Chunk:
     output_counts: jax.Array | None = None
     allowed: jax.Array | None = None
 
+    @property
+    def part(self) -> PromptRows:
+        """What the network sees of it."""
+        return PromptRows(self.ids, self.start, self.lengths)
+
 
 @jax.tree_util.register_dataclass
 @dataclass
@@ -128,33 +139,6 @@ class StepOutput:
     logprobs: Logprobs | None
 
 
-@dataclass(frozen=True, eq=False)
-class Program:
-    """Static context of compiled programs: the model, its numerics and the cache layout.
-
-    Hashed by identity, because jit hashes it on every call: take it from `make_program`.
-    """
-
-    graphdef: Any
-    treedef: Any
-    config: ModelConfig
-    numerics: Numerics
-    layout: CacheLayout
-    kernels: Kernels
-
-    def model(self, leaves: Sequence[jax.Array]) -> Gemma4:
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
-
-
-@functools.lru_cache
-def make_program(
-    config: ModelConfig, numerics: Numerics, layout: CacheLayout, kernels: Kernels = AUTO
-) -> Program:
-    """The one `Program` of these settings in this process."""
-    graphdef, state = nnx.split(abstract_model(config, numerics))
-    return Program(graphdef, jax.tree.structure(state), config, numerics, layout, kernels)
-
-
 def prefill(
     program: Program,
     has_past: bool,
@@ -172,14 +156,12 @@ def prefill(
 
     `table` has the chunk's rows; the output covers them, one token each.
     """
-    model, numerics = program.model(leaves), program.numerics
-    context = _prefill_context(program, cache, chunk, tables, has_past)
+    model = program.model(leaves)
     last = jnp.maximum(chunk.lengths - 1, 0)[:, None] if wants_token else None
-    hidden = model.prefill(chunk.ids, context, last, fast)
-    cache = KVCache(context.cache.k, context.cache.v)
+    cache = KVCache(cache.k, cache.v, tables.full, tables.window)
+    cache, hidden = prompt_rows(program, model, cache, chunk.part, has_past, last, fast)
     if hidden is None:
         return cache, state, None
-    logits = model.logits(hidden[:, 0], numerics)
     row = RowState(
         token=jnp.zeros_like(chunk.rows),
         position=chunk.start + chunk.lengths,
@@ -188,11 +170,13 @@ def prefill(
         prompt_seen=chunk.prompt_seen,
         output_counts=chunk.output_counts,
     )
-    tokens = sample(logits, table, row, statics, program.kernels, chunk.allowed)
-    row = advance(row, table, tokens, chunk.ends)
+    drawn = draw_tokens(
+        program, model, hidden[:, 0], row, table, statics, chunk.allowed, chunk.ends
+    )
+    row = advance(row, table, drawn.tokens, chunk.ends)
     slots = jnp.where(chunk.ends, chunk.rows, state.token.shape[0])
     state = jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), state, row)
-    return cache, state, _one_step(jnp.where(chunk.ends, tokens, NO_ID), logits, tokens, statics)
+    return cache, state, _one_step(drawn, chunk.ends)
 
 
 def decode(
@@ -210,26 +194,23 @@ def decode(
 
     Ends early when no row goes on. The output has `max_steps` columns.
     """
-    model, numerics = program.model(leaves), program.numerics
+    model = program.model(leaves)
     block = math.gcd(max_steps, STEP_BLOCK)
     cache = KVCache(cache.k, cache.v, tables.full, tables.window)
 
     def step(i, carry):
         cache, row, output = carry
         active = ~row.finished & (i < rows.limits)
-        context = decode_context(
-            program.config, numerics, program.kernels, program.layout, cache, row.position, active
-        )
-        hidden = model.decode(row.token, context)
-        logits = model.logits(hidden, numerics)
+        cache, hidden = new_rows(program, model, cache, row.token, row.position, active)
         row = dataclasses.replace(row, position=row.position + active.astype(jnp.int32))
-        tokens = sample(logits, table, row, statics, program.kernels, rows.allowed)
-        row = advance(row, table, tokens, active)
-        column = _one_step(jnp.where(active, tokens, NO_ID), logits, tokens, statics)
+        drawn = draw_tokens(program, model, hidden, row, table, statics, rows.allowed, active)
+        row = advance(row, table, drawn.tokens, active)
         output = jax.tree.map(
-            lambda full, x: lax.dynamic_update_slice_in_dim(full, x, i, axis=1), output, column
+            lambda full, x: lax.dynamic_update_slice_in_dim(full, x, i, axis=1),
+            output,
+            _one_step(drawn, active),
         )
-        return context.cache, row, output
+        return cache, row, output
 
     def steps(carry):
         i, *rest = carry
@@ -261,40 +242,30 @@ def score(
 
     Fast prefill does not apply: every layer runs on every row. Results are [G, T, …].
     """
-    model, numerics = program.model(leaves), program.numerics
-    context = _prefill_context(program, cache, chunk, tables, has_past)
+    model = program.model(leaves)
     groups, length = chunk.ids.shape
     every_row = jnp.broadcast_to(jnp.arange(length), (groups, length))
-    hidden = model.prefill(chunk.ids, context, every_row, fast=False)
-    block = math.gcd(SCORE_BLOCK, length)  # a chunk need not be a multiple of SCORE_BLOCK
+    cache = KVCache(cache.k, cache.v, tables.full, tables.window)
+    cache, hidden = prompt_rows(program, model, cache, chunk.part, has_past, every_row, fast=False)
 
     def head(rows):
         hidden, targets = rows
-        return token_logprobs(model.logits(hidden, numerics), targets, k)
+        return log_probabilities(program, model.logits(hidden, program.ops), targets, k)
 
+    if program.numerics.batch_invariant:
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (hidden, targets))
+        valid = (every_row < chunk.lengths[:, None]).reshape(-1)
+        scored = map_blocks(head, flat, valid)
+        return cache, jax.tree.map(lambda x: x.reshape(groups, length, *x.shape[1:]), scored)
+    block = math.gcd(SCORE_BLOCK, length)  # a chunk need not be a multiple of SCORE_BLOCK
     blocks = jax.tree.map(lambda x: _split_rows(x, block), (hidden, targets))
     scored = lax.map(head, blocks)
-    cache = KVCache(context.cache.k, context.cache.v)
     return cache, jax.tree.map(lambda x: _join_rows(x, groups), scored)
 
 
-def _prefill_context(
-    program: Program, cache: KVCache, chunk: Chunk, tables: PageTables, has_past: bool
-):
-    cache = KVCache(cache.k, cache.v, tables.full, tables.window)
-    return prefill_context(
-        program.config, program.numerics, program.kernels, program.layout, cache,
-        chunk.start, chunk.lengths, chunk.ids.shape[1], has_past,
-    )  # fmt: skip
-
-
-def _one_step(emitted, logits, tokens, statics: SamplingStatics) -> StepOutput:
-    logprobs = None
-    if statics.logprobs is not None:
-        logprobs = jax.tree.map(
-            lambda x: x[:, None], token_logprobs(logits, tokens, statics.logprobs)
-        )
-    return StepOutput(emitted[:, None], logprobs)
+def _one_step(drawn: Drawn, due: jax.Array) -> StepOutput:
+    logprobs = jax.tree.map(lambda x: x[:, None], drawn.logprobs)
+    return StepOutput(jnp.where(due, drawn.tokens, NO_ID)[:, None], logprobs)
 
 
 def _empty_output(rows: int, steps: int, statics: SamplingStatics) -> StepOutput:
@@ -389,6 +360,7 @@ class Runner:
         wants_token: bool,
     ) -> tuple[KVCache, RowState, StepOutput | None]:
         """See `prefill`; `cache` and `state` are consumed."""
+        has_past |= self.numerics.batch_invariant  # one program for both
         return _prefill(
             self._program(layout), has_past, wants_token, self.fast_prefill, statics,
             self._leaves, cache, state, chunk, tables, table,
@@ -426,6 +398,7 @@ class Runner:
         k: int,
     ) -> tuple[KVCache, Logprobs]:
         """See `score`; `cache` is consumed."""
+        has_past |= self.numerics.batch_invariant
         return _score(
             self._program(layout), has_past, k, self._leaves, cache, chunk, tables, targets
         )

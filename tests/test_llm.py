@@ -9,6 +9,7 @@ from tokenizers import decoders, models, normalizers
 
 from gemma_jax import LLM, SamplingParams, text_side
 from gemma_jax.config import FULL
+from gemma_jax.engine_config import EngineConfig
 from gemma_jax.errors import (
     CheckpointError,
     ConfigError,
@@ -477,6 +478,17 @@ def test_without_a_tokenizer_ids_work_and_text_says_what_to_do(model, tmp_path, 
         ({"kernels": 3}, ConfigError, "kernels=3: expected text or a mapping"),
         ({"rounding": "torch"}, ConfigError, "rounding='torch'.*hf, vllm"),
         ({"fast_prefill": 1}, ConfigError, "fast_prefill=1"),
+        ({"batch_invariant": "yes"}, ConfigError, "batch_invariant='yes'"),
+        (
+            {"batch_invariant": True, "rounding": "vllm"},
+            UnsupportedError,
+            "batch_invariant=True.*rounding='hf'",
+        ),
+        (
+            {"batch_invariant": True, "kernels": "gelu_mul=triton"},
+            ConfigError,
+            "gelu_mul=triton.*batch_invariant=True.*use 'auto'",
+        ),
         ({"max_model_len": 257}, ConfigError, "max_model_len=257.*256"),
         ({"max_model_len": 0}, ConfigError, "max_model_len=0"),
         ({"max_num_seqs": 0}, ConfigError, "max_num_seqs=0"),
@@ -498,6 +510,13 @@ def test_a_missing_model_raises(tmp_path):
         LLM(str(tmp_path / "nothing"))
     with pytest.raises((CheckpointError, ConfigError), match=r"config\.json"):
         LLM(tmp_path)
+
+
+def test_experts_are_not_promised_to_be_batch_invariant():
+    engine = EngineConfig(batch_invariant=True)
+    assert engine.numerics(TINY_CONFIGS["e2b-tiny"]).batch_invariant
+    with pytest.raises(UnsupportedError, match="batch_invariant=True: experts"):
+        engine.numerics(TINY_CONFIGS["26b-a4b-tiny"])
 
 
 def test_a_float16_checkpoint_needs_a_dtype(model, tmp_path):

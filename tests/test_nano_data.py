@@ -227,7 +227,7 @@ def test_the_training_forward_equals_prefill_past_the_window(tiny):
         context = PrefillContext(
             config, numerics, Kernels(), layout, cache, start, lengths, length, False
         )
-        return model.logits(model.prefill(ids, context, rows, fast=False), numerics)
+        return model.logits(model.prefill(ids, context, rows, fast=False), context.ops)
 
     training = jax.jit(lambda ids: logits(model, ids, numerics))(ids)
     np.testing.assert_allclose(training, jax.jit(inference)(ids), atol=2e-5)

@@ -70,7 +70,7 @@ def logits_and_partition(
     ops = Ops(numerics, Kernels("reference"), model.config.rms_norm_eps)
     flat = ids.reshape(-1)
     h = model.embed(flat, numerics)
-    ple = None if model.ple is None else model.ple(flat, h, 0, len(model.layers), numerics)
+    ple = None if model.ple is None else model.ple(flat, h, 0, len(model.layers), ops)
     keys: dict[int, tuple[jax.Array, jax.Array]] = {}
     drop = _Dropout(dropout, key)
     h = drop(h)
@@ -100,7 +100,7 @@ def logits_and_partition(
             h = add(h, drop(_norm(y, layer.ple.norm, ops)), numerics)
         h = scale(h, layer.layer_scalar[...], numerics)
     h = rms_norm(h, model.norm[...], model.config.rms_norm_eps, numerics)
-    z = model.logits(h, numerics).reshape(*ids.shape, -1)
+    z = model.logits(h, ops).reshape(*ids.shape, -1)
     return z, jnp.mean(jnp.stack(partitions))
 
 

@@ -93,6 +93,7 @@ def settings(llm: LLM, model: str, ceilings: Ceilings) -> dict[str, Any]:
         "dtype": llm.runner.numerics.dtype,
         "rounding": engine.rounding,
         "fast_prefill": engine.fast_prefill,
+        "batch_invariant": engine.batch_invariant,
         "kernels": str(llm.runner.kernels),
         "max_model_len": llm.max_model_len,
         "max_num_seqs": engine.max_num_seqs,

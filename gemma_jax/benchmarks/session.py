@@ -120,6 +120,7 @@ def _load(args: argparse.Namespace, workloads: Sequence[Workload]) -> tuple[LLM,
         "dtype": args.dtype,
         "rounding": args.rounding,
         "fast_prefill": not args.no_fast_prefill,
+        "batch_invariant": args.batch_invariant,
         "kernels": args.kernels,
         "max_num_seqs": max(64, *(w.num_requests for w in workloads)),
     }

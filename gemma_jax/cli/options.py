@@ -44,6 +44,11 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         help="run every layer on every prompt token, for comparison",
     )
     group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="give every request the same bits alone and in any batch (slower)",
+    )
+    group.add_argument(
         "--kernels",
         default="auto",
         metavar="auto|reference|pallas[,OP=IMPLEMENTATION…]",
@@ -64,6 +69,7 @@ def model_settings(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": args.dtype,
         "rounding": args.rounding,
         "fast_prefill": not args.no_fast_prefill,
+        "batch_invariant": args.batch_invariant,
         "kernels": args.kernels,
     }
     limits = {"max_model_len": args.max_model_len, "max_num_seqs": args.max_num_seqs}

@@ -5,6 +5,7 @@ describe, the cache is written in place by the kernel that makes k and v, and a 
 (decode, or the last row of a prompt under fast prefill) reads the cache itself.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -15,9 +16,14 @@ from gemma_jax.kernels import Kernels
 from gemma_jax.model import cache as kv
 from gemma_jax.model.attention import Attention, KeyBlock, Tables
 from gemma_jax.model.cache import CacheLayout, KVCache
-from gemma_jax.model.context import DecodeContext, PrefillContext
+from gemma_jax.model.context import DecodeContext, PrefillContext, _Context
+from gemma_jax.model.invariant import InvariantContext
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas.decode_attention import decode_attention, decode_attention_step
+from gemma_jax.pallas.decode_attention import (
+    decode_attention,
+    decode_attention_step,
+    queries_a_program,
+)
 from gemma_jax.pallas.device import current_device
 from gemma_jax.pallas.prefill_attention import prefill_attention
 from gemma_jax.pallas.qkv_norm_rope import CacheWrite, QkvOutput, qkv_norm_rope
@@ -37,7 +43,9 @@ def prefill_context(
 ) -> PrefillContext:
     """The context of a chunk for the wanted kernels; arguments as of `PrefillContext`."""
     kind = KernelPrefillContext
-    if _is_plain(kernels, "prefill_attention", numerics):
+    if numerics.batch_invariant:
+        kind = InvariantKernelPrefill
+    elif _is_plain(kernels, "prefill_attention", numerics):
         kind = PrefillContext
     return kind(config, numerics, kernels, layout, cache, start, lengths, chunk, has_past)
 
@@ -53,7 +61,9 @@ def decode_context(
 ) -> DecodeContext:
     """The context of a decode step for the wanted kernels; arguments as of `DecodeContext`."""
     kind = KernelDecodeContext
-    if _is_plain(kernels, "decode_attention", numerics):
+    if numerics.batch_invariant:
+        kind = InvariantKernelDecode if kernels.default == "pallas" else InvariantContext
+    elif _is_plain(kernels, "decode_attention", numerics):
         kind = DecodeContext
     return kind(config, numerics, kernels, layout, cache, position, active)
 
@@ -61,9 +71,10 @@ def decode_context(
 def reads_whole_tables(kernels: Kernels, numerics: Numerics) -> bool:
     """Whether a decode step costs the same whatever the width of its page tables.
 
-    Plain attention reads every page that a table has room for; the kernels read those in use.
+    Plain attention reads every page that a table has room for; the kernels, and attention in tiles,
+    read those in use.
     """
-    return not _is_plain(kernels, "decode_attention", numerics)
+    return numerics.batch_invariant or not _is_plain(kernels, "decode_attention", numerics)
 
 
 def _is_plain(kernels: Kernels, op: str, numerics: Numerics) -> bool:
@@ -88,7 +99,40 @@ class KeyRows(NamedTuple):
     uniform: bool
 
 
-class KernelPrefillContext(PrefillContext):
+class _KernelWrites(_Context):
+    """Norms, RoPE and the cache write of heads in one kernel."""
+
+    _chunk_positions: jax.Array  # [B, T], where new keys go
+    _valid: jax.Array  # [B, T]
+    _slots: dict[LayerKind, jax.Array]
+
+    def _split(
+        self, attention: Attention, qkv: jax.Array, tables: Tables, cache: CacheWrite | None = None
+    ) -> QkvOutput:
+        layer = attention.layer
+        owner = cache is not None
+        cos, sin = (t.reshape(-1, t.shape[-1]).astype(self.numerics.jnp_dtype) for t in tables)
+        out = qkv_norm_rope(
+            qkv, attention.q_norm[...], attention.k_norm[...] if owner else None, cos, sin,
+            num_groups=qkv.shape[2] - (_kv_heads(layer) if owner else 0),
+            has_v=owner and not layer.k_eq_v, eps=attention.eps, numerics=self.numerics,
+            cache=cache, implementation=self.ops.kernels.of("qkv_norm_rope"),
+        )  # fmt: skip
+        if out.k_cache is not None and out.v_cache is not None:
+            self._k[layer.index], self._v[layer.index] = out.k_cache, out.v_cache
+        return out
+
+    def _cache_write(self, layer: LayerConfig) -> CacheWrite:
+        if layer.kind not in self._slots:
+            slots, table = self.layout.slots(layer), self._cache.table(layer)
+            size = self.layout.page_size
+            flat = kv.flat_slots(self._chunk_positions, self._valid, table, slots, size)
+            self._slots[layer.kind] = flat.reshape(-1)
+        i = layer.index
+        return CacheWrite(self._k[i], self._v[i], self._slots[layer.kind])
+
+
+class KernelPrefillContext(_KernelWrites, PrefillContext):
     """`PrefillContext` whose owner layers leave `KeyRows` for the layers that share them."""
 
     def __init__(self, config, numerics, kernels, layout, cache, start, lengths, chunk, has_past):
@@ -115,31 +159,6 @@ class KernelPrefillContext(PrefillContext):
         out = self._split(attention, kv, self._chunk_tables[layer.kind], self._cache_write(layer))
         self._rows_of[layer.index] = self._key_rows(layer, out, past)
         return self._attend_rows(layer, self._split(attention, q, self._tables[layer.kind]).q)
-
-    def _split(
-        self, attention: Attention, qkv: jax.Array, tables: Tables, cache: CacheWrite | None = None
-    ) -> QkvOutput:
-        layer = attention.layer
-        owner = cache is not None
-        cos, sin = (t.reshape(-1, t.shape[-1]).astype(self.numerics.jnp_dtype) for t in tables)
-        out = qkv_norm_rope(
-            qkv, attention.q_norm[...], attention.k_norm[...] if owner else None, cos, sin,
-            num_groups=qkv.shape[2] - (_kv_heads(layer) if owner else 0),
-            has_v=owner and not layer.k_eq_v, eps=attention.eps, numerics=self.numerics,
-            cache=cache, implementation=self.ops.kernels.of("qkv_norm_rope"),
-        )  # fmt: skip
-        if out.k_cache is not None and out.v_cache is not None:
-            self._k[layer.index], self._v[layer.index] = out.k_cache, out.v_cache
-        return out
-
-    def _cache_write(self, layer: LayerConfig) -> CacheWrite:
-        if layer.kind not in self._slots:
-            slots, table = self.layout.slots(layer), self._cache.table(layer)
-            size = self.layout.page_size
-            flat = kv.flat_slots(self._chunk_positions, self._valid, table, slots, size)
-            self._slots[layer.kind] = flat.reshape(-1)
-        i = layer.index
-        return CacheWrite(self._k[i], self._v[i], self._slots[layer.kind])
 
     def _past(self, layer: LayerConfig) -> KeyBlock | None:
         """The window before the chunk, read before the chunk overwrites the ring."""
@@ -210,6 +229,70 @@ class KernelDecodeContext(DecodeContext):
             implementation=self.ops.kernels.of("decode_attention"),
         )  # fmt: skip
         return out.reshape(out.shape[0], -1)
+
+
+class InvariantKernelPrefill(KernelPrefillContext):
+    """Batch-invariant prefill: queries read the cache a few at a time, as those of decode do."""
+
+    def attend(self, attention: Attention, qkv: jax.Array) -> jax.Array:
+        """Norms and rotates qkv [N, K, C, H], stores an owner's k and v, attends: [N, K·G·H]."""
+        layer = attention.layer
+        cache = self._cache_write(layer) if layer.owns_kv else None
+        q = self._split(attention, qkv, self._tables[layer.kind], cache).q
+        return self._attend_pages(layer, q)
+
+    def attend_narrowed(self, attention: Attention, q: jax.Array, kv: jax.Array) -> jax.Array:
+        """`attend` with q [B·R, K, G, H] of the selected rows and kv [B·T, K, c, H] of all rows."""
+        layer = attention.layer
+        tables = self._chunk_tables[layer.kind]
+        self._split(attention, kv, tables, self._cache_write(layer))
+        q = self._split(attention, q, self._tables[layer.kind]).q
+        return self._attend_pages(layer, q)
+
+    def _attend_pages(self, layer: LayerConfig, q: jax.Array) -> jax.Array:
+        rows, length = self.positions.shape
+        count = math.gcd(length, queries_a_program(layer.num_groups))
+        last = self.positions.reshape(rows, -1, count)[..., -1]
+        used = self.positions.reshape(rows, -1, count)[..., 0] < self._end[:, None]
+        ends = jnp.where(used, last + 1, 0).reshape(-1)
+        table = self._cache.table(layer)
+        if table is not None:
+            table = jnp.repeat(table, length // count, axis=0)
+        out = _attend_invariant(self, layer, q.reshape(-1, count, *q.shape[1:]), ends, table)
+        return out.reshape(rows * length, -1)
+
+
+class InvariantKernelDecode(_KernelWrites, DecodeContext):
+    """Batch-invariant decode: the kernels of `InvariantKernelPrefill`, one query a row."""
+
+    def __init__(self, config, numerics, kernels, layout, cache, position, active):
+        super().__init__(config, numerics, kernels, layout, cache, position, active)
+        self._chunk_positions = self.positions
+        self._slots = {}
+
+    def attend(self, attention: Attention, qkv: jax.Array) -> jax.Array:
+        """Norms and rotates qkv [B, K, C, H], stores an owner's k and v, attends: [B, K·G·H]."""
+        layer = attention.layer
+        cache = self._cache_write(layer) if layer.owns_kv else None
+        q = self._split(attention, qkv, self._tables[layer.kind], cache).q
+        ends = jnp.where(self._valid[:, 0], self._end, 0)
+        out = _attend_invariant(self, layer, q[:, None], ends, self._cache.table(layer))
+        return out.reshape(out.shape[0], -1)
+
+
+def _attend_invariant(
+    context: _KernelWrites,
+    layer: LayerConfig,
+    q: jax.Array,
+    ends: jax.Array,
+    table: jax.Array | None,
+) -> jax.Array:
+    """Attention of q [M, R, K, G, H], whose last query is at `ends` - 1, over the cache."""
+    return decode_attention(
+        q, context._k[layer.kv_source], context._v[layer.kv_source], ends,
+        slots=context.layout.slots(layer), window=layer.window, page_table=table,
+        numerics=context.numerics, implementation="pallas",
+    )  # fmt: skip
 
 
 def _kv_heads(layer: LayerConfig) -> int:

@@ -9,11 +9,13 @@ The branch may be partial sums, so that the product that makes it needs no pass 
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from gemma_jax.kernels import Kernels
 from gemma_jax.model.layers import rms_norm
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas.gelu_mul import gelu_gate, gelu_mul
+from gemma_jax.pallas.invariant_matmul import invariant_matmul
 from gemma_jax.pallas.norm_matmul import Update, norm_matmul
 from gemma_jax.pallas.residual_norm import residual_norm
 from gemma_jax.pallas.skinny_matmul import is_worth_it, skinny_matmul
@@ -28,6 +30,11 @@ class Ops(NamedTuple):
     numerics: Numerics
     kernels: Kernels
     eps: float
+
+    @property
+    def fixes_sums(self) -> bool:
+        """Whether the kernels add in one order, whatever the number of rows."""
+        return self.numerics.batch_invariant and self.kernels.default == "pallas"
 
 
 class Residual(NamedTuple):
@@ -52,7 +59,7 @@ class Residual(NamedTuple):
     def norm(self, weight: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
         """The stream and its norm: two [N, D]."""
         h, x = self._added(weight, ops)
-        return h, rms_norm(h, weight, ops.eps, ops.numerics) if x is None else x
+        return h, norm(h, weight, ops) if x is None else x
 
     def _added(self, weight: jax.Array | None, ops: Ops) -> tuple[jax.Array, jax.Array | None]:
         if self.branch is None or self.weight is None:
@@ -63,11 +70,20 @@ class Residual(NamedTuple):
         )  # fmt: skip
 
 
+def norm(h: jax.Array, weight: jax.Array, ops: Ops) -> jax.Array:
+    """`rms_norm` of rows h [N, D]."""
+    if not ops.fixes_sums:
+        return rms_norm(h, weight, ops.eps, ops.numerics)
+    nothing = jnp.zeros_like(h)  # a branch of zeros leaves the stream as it is
+    _, normed = Residual(h, nothing, jnp.zeros_like(weight)).norm(weight, ops)
+    return normed
+
+
 def project(
     stream: Residual, weight: jax.Array, matrix: jax.Array, ops: Ops
 ) -> tuple[jax.Array, jax.Array]:
     """The stream, and the product of its norm with `matrix` [F, D]: [N, D] and [N, F]."""
-    if _is_fused(stream.h):
+    if _is_fused(stream.h, ops):
         return _norm_matmul(stream, matrix, ops, pre_weight=weight)
     h, x = stream.norm(weight, ops)
     return h, matmul(x, matrix, ops)
@@ -77,12 +93,15 @@ def project_gelu_mul(
     stream: Residual, weight: jax.Array, matrix: jax.Array, ops: Ops
 ) -> tuple[jax.Array, jax.Array]:
     """The stream, and gelu(gate) · up of its norm, `matrix` [2, F, D]: [N, D] and [N, F]."""
-    if _is_fused(stream.h):
+    if _is_fused(stream.h, ops):
         return _norm_matmul(stream, matrix, ops, pre_weight=weight)
     h, x = stream.norm(weight, ops)
-    if is_worth_it(x, matrix, ops.numerics):
+    if ops.fixes_sums:
+        y = product(x, matrix.reshape(-1, x.shape[1]), ops).reshape(-1, *matrix.shape[:2])
+    elif is_worth_it(x, matrix, ops.numerics):
         return h, _skinny_matmul(x, matrix, ops)
-    y = ops.numerics.einsum("nd,cfd->ncf", x, matrix)
+    else:
+        y = ops.numerics.einsum("nd,cfd->ncf", x, matrix)
     kernel = ops.kernels.of("gelu_mul")
     return h, gelu_mul(y, numerics=ops.numerics, implementation=kernel)
 
@@ -94,31 +113,44 @@ def project_gate(
 
     `matrix` is [P, D], `inputs` [N, L, P] are the per-layer inputs of L layers.
     """
-    if _is_fused(stream.h):
+    if _is_fused(stream.h, ops):
         return _norm_matmul(stream, matrix, ops, gate_input=inputs[:, index])
     h = stream.settle(ops)
-    if is_worth_it(h, matrix, ops.numerics, gated=True):
+    if not ops.fixes_sums and is_worth_it(h, matrix, ops.numerics, gated=True):
         return h, _skinny_matmul(h, matrix, ops, gate=inputs, gate_index=index)
     gate, kernel = matmul(h, matrix, ops), ops.kernels.of("gelu_mul")
     return h, gelu_gate(gate, inputs, index, numerics=ops.numerics, implementation=kernel)
 
 
+def product(x: jax.Array, matrix: jax.Array, ops: Ops) -> jax.Array:
+    """`matmul` where our kernels for few rows do not pay."""
+    if ops.fixes_sums:
+        return _invariant_matmul(x, matrix, ops)
+    return ops.numerics.einsum("nk,fk->nf", x, matrix)
+
+
 def matmul(x: jax.Array, matrix: jax.Array, ops: Ops) -> jax.Array:
     """x [N, K] times `matrix` [F, K] transposed, rounded once: [N, F]."""
-    if is_worth_it(x, matrix, ops.numerics):
+    if not ops.fixes_sums and is_worth_it(x, matrix, ops.numerics):
         return _skinny_matmul(x, matrix, ops)
-    return ops.numerics.einsum("nk,fk->nf", x, matrix)
+    return product(x, matrix, ops)
 
 
 def multiply_branch(x: jax.Array, matrix: jax.Array, ops: Ops) -> jax.Array:
     """`matmul` for `Residual.branch`: [N, F], or partial sums of it [S, R, F], R >= N."""
+    if ops.fixes_sums:
+        return _invariant_matmul(x, matrix, ops, unfinished=True)
     if is_worth_it(x, matrix, ops.numerics):
         return _skinny_matmul(x, matrix, ops, unfinished=True)
     return matmul(x, matrix, ops)
 
 
-def _is_fused(x: jax.Array) -> bool:
-    return x.shape[0] <= MAX_FUSED_ROWS
+def _is_fused(x: jax.Array, ops: Ops) -> bool:
+    return x.shape[0] <= MAX_FUSED_ROWS and not ops.fixes_sums
+
+
+def _invariant_matmul(x: jax.Array, matrix: jax.Array, ops: Ops, **rest) -> jax.Array:
+    return invariant_matmul(x, matrix, numerics=ops.numerics, implementation="pallas", **rest)
 
 
 def _skinny_matmul(x: jax.Array, matrix: jax.Array, ops: Ops, **rest) -> jax.Array:

@@ -13,13 +13,15 @@ from flax import nnx
 from gemma_jax.config import LayerConfig, ModelConfig
 from gemma_jax.model.attention import Attention
 from gemma_jax.model.context import DecodeContext, PrefillContext
-from gemma_jax.model.layers import Embedding, Mlp, add, parameter, rms_norm, scale, softcap
+from gemma_jax.model.layers import Embedding, Mlp, add, parameter, scale, softcap
 from gemma_jax.model.moe import MixtureOfExperts
 from gemma_jax.model.residual import (
     Ops,
     Residual,
     matmul,
     multiply_branch,
+    norm,
+    product,
     project,
     project_gate,
     project_gelu_mul,
@@ -40,20 +42,19 @@ class PerLayerEmbedding(nnx.Module):
         self.projection = parameter(width, config.hidden_size, axes="P D", dtype=dtype)
         self.norm = parameter(p, axes="P", dtype=dtype)
 
-    def __call__(
-        self, ids: jax.Array, h: jax.Array, first: int, last: int, numerics: Numerics
-    ) -> jax.Array:
-        """Inputs of layers first … last - 1 from ids [...] and embeddings [..., D]: [..., n, P].
+    def __call__(self, ids: jax.Array, h: jax.Array, first: int, last: int, ops: Ops) -> jax.Array:
+        """Inputs of layers first … last - 1 from ids [N] and embeddings [N, D]: [N, n, P].
 
         ((projection · D^(-1/2)) normed + token row · sqrt(P)) · 2^(-1/2).
         """
+        numerics = ops.numerics
         columns = slice(first * self.width, last * self.width)
         shape = (*ids.shape, last - first, self.width)
         rows = self.table[...].at[ids, columns].get(mode="clip")
         token = scale(rows, numerics.constant(self.width**0.5), numerics).reshape(shape)
-        context = numerics.einsum("...d,pd->...p", h, self.projection[...][columns])
-        context = scale(context, numerics.scalar(h.shape[-1] ** -0.5), numerics).reshape(shape)
-        context = rms_norm(context, self.norm[...], self.eps, numerics)
+        context = product(h, self.projection[...][columns], ops)
+        context = scale(context, numerics.scalar(h.shape[-1] ** -0.5), numerics)
+        context = norm(context.reshape(-1, self.width), self.norm[...], ops).reshape(shape)
         return scale(add(context, token, numerics), numerics.scalar(2.0**-0.5), numerics)
 
 
@@ -112,11 +113,10 @@ class DecoderLayer(nnx.Module):
 
     def _attention_narrowing(self, stream: Residual, context) -> tuple[jax.Array, jax.Array]:
         h, x = stream.norm(self.input_layernorm[...], context.ops)
-        groups, numerics = self.layer.num_groups, context.ops.numerics
-        qkv = self.attention.qkv[...]
-        kv = numerics.einsum("nd,kchd->nkch", x, qkv[:, groups:])
+        groups, qkv = self.layer.num_groups, self.attention.qkv[...]
+        kv = _project_heads(x, qkv[:, groups:], context.ops)
         h, x = context.take(h), context.take(x)
-        q = numerics.einsum("nd,kchd->nkch", x, qkv[:, :groups])
+        q = _project_heads(x, qkv[:, :groups], context.ops)
         return h, context.attend_narrowed(self.attention, q, kv)
 
     def _feed_forward(self, stream: Residual, ops: Ops) -> Residual:
@@ -135,6 +135,13 @@ class DecoderLayer(nnx.Module):
         h, gated = project_gate(stream, self.ple.gate[...], *ple, ops)
         y = multiply_branch(gated, self.ple.projection[...], ops)
         return Residual(h, y, self.ple.norm[...], self.layer_scalar[...])
+
+
+def _project_heads(x: jax.Array, heads: jax.Array, ops: Ops) -> jax.Array:
+    """x [N, D] times heads [K, c, H, D] transposed: [N, K, c, H]."""
+    if ops.fixes_sums:
+        return product(x, heads.reshape(-1, x.shape[1]), ops).reshape(-1, *heads.shape[:3])
+    return ops.numerics.einsum("nd,kchd->nkch", x, heads)
 
 
 class Gemma4(nnx.Module):
@@ -180,11 +187,11 @@ class Gemma4(nnx.Module):
         stream = self._layers(ids, stream, 0, self.config.num_hidden_layers, context)
         return stream.norm(self.norm[...], context.ops)[1]
 
-    def logits(self, h: jax.Array, numerics: Numerics) -> jax.Array:
+    def logits(self, h: jax.Array, ops: Ops) -> jax.Array:
         """Soft-capped logits of hidden states [..., D]: float32 [..., V]."""
-        return softcap(
-            self.embed.logits(h, numerics), self.config.final_logit_softcapping, numerics
-        )
+        z = product(h.reshape(-1, h.shape[-1]), self.embed.table[...], ops)
+        z = z.reshape(*h.shape[:-1], -1)
+        return softcap(z, self.config.final_logit_softcapping, ops.numerics)
 
     def _embed(self, ids: jax.Array, context: Context) -> Residual:
         return Residual(self.embed(ids.reshape(-1), context.ops.numerics))
@@ -198,8 +205,8 @@ class Gemma4(nnx.Module):
         ids = ids.reshape(-1)
         ple = None
         if self.ple is not None:
-            numerics = context.ops.numerics
-            ple = self.ple(ids, self.embed(ids, numerics), first, last, numerics)
+            h = self.embed(ids, context.ops.numerics)
+            ple = self.ple(ids, h, first, last, context.ops)
         for i in range(first, last):
             layer_input = None if ple is None else LayerInput(ple, i - first)
             stream = self.layers[i](stream, layer_input, context, narrow and i == first)

@@ -177,6 +177,25 @@ def default_config(
     return Config(tile, 4 if light else 8, stages, splits, combine, packed)
 
 
+def invariant_config(groups: int, head_dim: int, itemsize: int, device: Device) -> Config:
+    """The one tile of batch-invariant attention: neither rows nor lengths change a sum's order.
+
+    One program goes through the keys of a query in order, tiles at multiples of `tile`.
+    """
+    wide = head_dim > 256
+    tile = 16 if itemsize == 4 else 32
+    stages = 2 if itemsize == 4 or (wide and not device.at_least(9)) else 3
+    rows = max(_MIN_ROWS, pl.next_power_of_2(groups))
+    if not wide or device.at_least(9):
+        rows = max(rows, 2 * _MIN_ROWS)
+    return Config(tile, 8 if wide else 4, stages, 1, "last", rows)
+
+
+def queries_a_program(groups: int) -> int:
+    """Queries of one sequence that a batch-invariant call may hand in together."""
+    return max(1, min(MAX_QUERIES, 2 * _MIN_ROWS // groups))
+
+
 def _splits(programs: int, tiles: int, device: Device) -> int:
     """Enough programs for the device, none without a tile.
 
@@ -263,7 +282,8 @@ def _program(plan: _Plan, index: jax.Array, lengths_ref: Any) -> _Program:
     low = jnp.int32(0)
     if plan.window is not None:
         low = jnp.maximum(length - plan.queries - plan.window + 1, 0)
-    origin = low // c.tile * c.tile if plan.paged else low  # a tile stays inside its page
+    aligned = plan.paged or plan.numerics.batch_invariant  # a tile stays inside its page
+    origin = low // c.tile * c.tile if aligned else low
     tiles = (jnp.maximum(end - origin, 0) + c.tile - 1) // c.tile
     live = jnp.clip(tiles, 1, c.splits)
     return _Program(row, head, block, index, length, low, end, origin, tiles, live)
@@ -689,6 +709,8 @@ def _attention_pallas(
     ):
         raise UnsupportedError(f"decode_attention: the kernel {problem}")
     span = min(slots, (window or slots) + queries - 1)
+    if config is None and numerics.batch_invariant:
+        config = invariant_config(groups, head_dim, q.dtype.itemsize, device)
     config = config or default_config(
         batch * kv_heads,
         queries * groups,

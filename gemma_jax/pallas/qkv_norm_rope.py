@@ -276,7 +276,8 @@ def _qkv_norm_rope_pallas(
     config: Config | None = None,
 ) -> QkvOutput:
     n, num_kv_heads, _, h = qkv.shape
-    config = config or default_config(n, num_groups, h)
+    tokens = 1 if numerics.batch_invariant else n  # the tile decides in which order a norm adds
+    config = config or default_config(tokens, num_groups, h)
     v_head = None if k_weight is None else num_groups + has_v
     num_slots = 0 if cache is None else cache.k.shape[0] * cache.k.shape[1]
     plan = _Plan(n, num_groups, h, v_head, config, eps, numerics, num_slots)

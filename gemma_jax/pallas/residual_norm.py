@@ -102,6 +102,12 @@ def default_config(num_rows: int, width: int) -> Config:
     return Config(1, 256 * num_warps, num_warps)
 
 
+def invariant_config(width: int) -> Config:
+    """A tile that does not depend on the number of rows."""
+    num_warps = 1 if width <= 512 else 4
+    return Config(1, 256 * num_warps, num_warps)
+
+
 @dataclass(frozen=True)
 class _Plan:
     """Static facts of one call."""
@@ -230,7 +236,8 @@ def _residual_norm_pallas(
     config: Config | None = None,
 ) -> ResidualNorm:
     n, d = x.shape
-    config = config or default_config(n, d)
+    if config is None:
+        config = invariant_config(d) if numerics.batch_invariant else default_config(n, d)
     inputs = {"x": x, "y": y, "post_weight": post_weight}
     names = ["h"]
     if scalar is not None:

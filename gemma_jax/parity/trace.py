@@ -162,7 +162,7 @@ class _Tracer:
         yield self.compare(None, "embed", embed, self("embed"))
         if self.model.ple is not None:
             count = self.config.num_hidden_layers
-            inputs = self.model.ple(ids, self("embed"), 0, count, self.numerics)
+            inputs = self.model.ple(ids, self("embed"), 0, count, self.ops)
             theirs = jnp.stack([self(f"layers.{i}/per_layer_input") for i in range(count)], axis=1)
             yield self.compare(None, "per_layer_inputs", inputs, theirs)
         for layer in self.model.layers:

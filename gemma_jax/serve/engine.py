@@ -36,7 +36,7 @@ from gemma_jax.errors import GemmaError, RequestError, UnsupportedError
 from gemma_jax.model.cache import CacheLayout, page_bytes
 from gemma_jax.model.kernel_context import reads_whole_tables
 from gemma_jax.runner import STEP_BLOCK, PageTables, Runner, StepOutput
-from gemma_jax.sampling import NO_ID, Logprobs, RowState
+from gemma_jax.sampling import NO_ID, Logprobs, RowState, SamplingStatics
 from gemma_jax.sequence import Sequence as Completion
 from gemma_jax.sequence import TokenLogprobs
 from gemma_jax.serve.cache_plan import plan_cache
@@ -259,13 +259,17 @@ class Engine:
             jax.tree.map(lambda x: x.copy_to_host_async(), call.output)
         self._calls.append(call)
 
+    def _statics(self, rows: Sequence[_Running]) -> SamplingStatics:
+        invariant = self._runner.numerics.batch_invariant
+        return sampling_statics([r.completion for r in rows], self._vocab_size, invariant)
+
     def _prefill(self, plan: PrefillPlan) -> _Call:
         rows = [self._running[chunk.entry.entry_id] for chunk in plan.chunks]
         parts = [
             PromptPart(row.completion, c.entry.tokens, _slot(c.entry), c.start, c.length, c.ends)
             for row, c in zip(rows, plan.chunks, strict=True)
         ]
-        statics = sampling_statics([r.completion for r in rows], self._vocab_size)
+        statics = self._statics(rows)
         table = sampling_table([r.completion for r in rows], plan.row_bucket, self._suppressed)
         counted = self._vocab_size if statics.penalties else None
         chunk = prompt_chunk(parts, plan.row_bucket, plan.chunk_bucket, self._slots, counted)
@@ -285,7 +289,7 @@ class Engine:
         entries, limits = zip(*plan.rows, strict=True)
         rows = [self._running[entry.entry_id] for entry in entries]
         size = pick(len(rows), self._rows, "rows")
-        statics = sampling_statics([r.completion for r in rows], self._vocab_size)
+        statics = self._statics(rows)
         arrays = decode_rows([_slot(e) for e in entries], limits, size, self._slots)
         arrays.allowed = self._allowed(rows, size)
         end = max(e.computed for e in entries) if self._is_plain else self._max_len

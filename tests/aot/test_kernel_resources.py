@@ -23,7 +23,10 @@ One register of several queries a sequence at head width 512 on an A100 is not w
 
 BETWEEN = ("e4b", "12b", "26b")
 """Models whose shapes lie between those of E2B and 31B; left out for time."""
-REPEATED = ("ragged", "chunk", "sliding, 1 x 32768", "sliding, 64 x 32768")
+REPEATED = (
+    "ragged", "chunk", "sliding, 1 x 32768", "sliding, 64 x 32768",
+    "q|k|v, sliding, 16384", "down, shared, 16384", "o, full, 16384", "ple gate, 64", "head, 64",
+)  # fmt: skip
 """Cases whose program is another one's, or differs from it in a bound of the grid or a loop."""
 LEFT_OUT = (*BETWEEN, *REPEATED)
 BENCHED = [c for c in all_cases() if c.bench and not any(x in c.name.lower() for x in LEFT_OUT)]

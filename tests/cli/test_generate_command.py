@@ -91,6 +91,7 @@ def test_model_flags_reach_the_model():
         "dtype": "float32",
         "rounding": "vllm",
         "fast_prefill": False,
+        "batch_invariant": False,
         "kernels": "auto",
         "max_num_seqs": 3,
     }

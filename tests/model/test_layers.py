@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from model_helpers import BF16, F32, VLLM, as_bf16, as_f32, bf, gelu, mismatch, norm, normal
 
-from gemma_jax.kernels import AUTO
+from gemma_jax.kernels import AUTO, Kernels
 from gemma_jax.model.layers import (
     Embedding,
     add,
@@ -172,7 +172,8 @@ def test_per_layer_inputs_use_rounded_scalars_for_vllm_only(numerics):
     projection = np.eye(width, 2560, dtype=np.float32)
     ple.projection[...] = as_bf16(projection)
     ids, h = np.array([[3, 31, 0]]), normal(1, 3, 2560, seed=3, scale=30.0)
-    got = jax.jit(lambda i, h: ple(i, h, 2, 5, numerics))(jnp.asarray(ids), as_bf16(h))
+    ops = Ops(numerics, Kernels(), config.rms_norm_eps)
+    got = jax.jit(lambda i, h: ple(i, h, 2, 5, ops))(jnp.asarray(ids[0]), as_bf16(h[0]))[None]
 
     def expected(root, half):
         token = bf(table[ids] * np.float32(4)).reshape(1, 3, -1, 16)

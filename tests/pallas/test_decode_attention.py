@@ -1,5 +1,6 @@
 """Decode attention and its fused step: the kernels against their definition, edges and errors."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -248,3 +249,46 @@ def check_tiles(config, programs, head_dim, span, device):
     tiles_kept = 2 * config.tile * head_dim * 2 * (config.num_stages - 1)
     queries, scores = config.rows * head_dim * 2, 8192
     assert tiles_kept + queries + scores <= device.shared_memory
+
+
+def check_invariant(geometry):
+    """A query's bits do not depend on what its call brings besides."""
+    case, g = attention_case("any", geometry), geometry
+    arrays = case.inputs(0)
+    together = np.asarray(run(case, arrays, "triton"), np.float32)
+    alone = dataclasses.replace(geometry, lengths=g.lengths[:1], queries=1)
+    call = attention_case("alone", alone).call
+    one = compiled(lambda arrays: call(**arrays, implementation="triton"))
+    for row, length in enumerate(g.lengths):
+        for query in range(g.queries):
+            found = one(
+                {
+                    "q": arrays["q"][row : row + 1, query : query + 1],
+                    "k_cache": arrays["k_cache"],
+                    "v_cache": arrays["v_cache"],
+                    "lengths": arrays["lengths"][row : row + 1] - (g.queries - 1 - query),
+                    "page_table": arrays["page_table"][row : row + 1],
+                }
+            )
+            assert length >= g.queries
+            np.testing.assert_array_equal(np.asarray(found, np.float32)[0, 0], together[row, query])
+
+
+def test_batch_invariant_queries_have_the_same_bits_alone_and_in_company():
+    check_invariant(
+        Geometry(
+            (203, 70, 9), 1, 2, 32, 128, 32, 40, queries=4, paged=True, dtype="float32",
+            batch_invariant=True,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "window"), [(256, 512), (512, None)])
+def test_batch_invariant_queries_have_the_same_bits_on_a_gpu(head_dim, window):
+    check_invariant(
+        Geometry(
+            (2500, 700, 9), 1, 8, head_dim, 2560, 128, window, queries=4, paged=True,
+            batch_invariant=True,
+        )
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from gemma_jax.llm import LLM
 from gemma_jax.model.cache import CacheLayout, init_cache
 from gemma_jax.model.context import PrefillContext
 from gemma_jax.outputs import CompletionOutput
-from gemma_jax.runner import Program, make_program
+from gemma_jax.program import Program, make_program
 from gemma_jax.sampling_params import SamplingParams
 
 MAX_TOKENS = 2048
@@ -60,4 +60,4 @@ def _forward(program: Program, leaves, ids: jax.Array, lengths: jax.Array) -> ja
     )  # fmt: skip
     every_row = jnp.broadcast_to(jnp.arange(length), (rows, length))
     hidden = model.prefill(ids, context, every_row, fast=False)
-    return model.logits(hidden, numerics).astype(jnp.float32)
+    return model.logits(hidden, program.ops).astype(jnp.float32)

@@ -13,7 +13,8 @@ from gemma_jax.errors import CapacityError, RequestError, UnsupportedError
 from gemma_jax.model import context
 from gemma_jax.model.cache import CacheLayout, page_bytes
 from gemma_jax.numerics import Numerics
-from gemma_jax.runner import compiled_programs, make_program, prefill
+from gemma_jax.program import make_program
+from gemma_jax.runner import compiled_programs, prefill
 from gemma_jax.sampling import SamplingStatics
 from gemma_jax.score import score_tokens
 

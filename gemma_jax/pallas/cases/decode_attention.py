@@ -27,6 +27,7 @@ class Geometry:
     queries: int = 1
     paged: bool = False
     dtype: str = "bfloat16"
+    batch_invariant: bool = False
 
     @property
     def batch(self) -> int:
@@ -85,7 +86,10 @@ def attention_case(name: str, geometry: Geometry, bench: bool = False) -> Case:
         name=name,
         inputs=functools.partial(_inputs, geometry, not bench),
         call=functools.partial(
-            decode_attention, slots=g.slots, window=g.window, numerics=Numerics(g.dtype)
+            decode_attention,
+            slots=g.slots,
+            window=g.window,
+            numerics=Numerics(g.dtype, batch_invariant=g.batch_invariant),
         ),
         bench=bench,
         flops=g.flops,
@@ -122,6 +126,8 @@ CASES: list[Case] = [
             ("E2B sliding", (90,), (1, 8, 256, 96, 16), {"window": 64}),
             ("E4B full", (40,), (2, 4, 512, 64, 16), {}),
             ("12B full", (40,), (1, 16, 512, 64, 16), {}),
+            ("batch-invariant, ring", (203, 100, 0), (2, 2, 32, 96, 32),
+             {"queries": 4, "window": 40, "batch_invariant": True}),
             ("31B sliding", (70,), (4, 2, 256, 96, 16), {"window": 64}),
         ]
     ),
@@ -138,6 +144,10 @@ CASES: list[Case] = [
     _bench("E2B full", 64, 8192, **E2B, **_FULL),
     _bench("E2B full", 256, 256, **E2B, **_FULL),
     _bench("E2B full, 4 queries", 8, 2048, **E2B, **_FULL, queries=4),
+    *(
+        _bench(f"{name}, batch-invariant", 64, 2048, **E2B, **sizes, batch_invariant=True)
+        for name, sizes in (("E2B sliding", _SLIDING), ("E2B full", _FULL))
+    ),
     _bench("E4B full", 8, 4096, kv_heads=2, groups=4, page=128, **_FULL),
     _bench("31B full", 8, 4096, kv_heads=4, groups=8, page=128, **_FULL),
     _bench("31B sliding", 8, 4096, kv_heads=16, groups=2, page=128, head_dim=256, window=1024,

@@ -62,7 +62,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     own = {k: v for k, v in own.items() if k not in ("model", "dtype", "max_num_seqs")}
     if args.engine == "gemma-jax":
         return own
-    defaults = {"rounding": "hf", "fast_prefill": True, "kernels": "auto"}
+    defaults = {"rounding": "hf", "fast_prefill": True, "kernels": "auto", "batch_invariant": False}
     for name, value in own.items():
         if value != defaults.get(name):
             raise ConfigError(f"--{name.replace('_', '-')}: only for --engine gemma-jax")
