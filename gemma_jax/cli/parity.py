@@ -196,6 +196,11 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--noise", type=_nats, metavar="NATS", help="noise limit, instead of the measured one"
     )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="run every cell in that mode; any other bit is a failure",
+    )
     group = parser.add_argument_group("cells")
     for name, default, text in (
         ("--batches", "1,8,64,256", "sequences that run together"),

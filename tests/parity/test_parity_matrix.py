@@ -166,3 +166,23 @@ def test_reference_with_another_continuation_fails_the_matrix(tiny_model, tmp_pa
     ]  # fmt: skip
     assert main(command) == EXIT_FAILED
     assert "UNEXPLAINED" in capsys.readouterr().err
+
+
+def test_in_batch_invariant_mode_any_other_bit_fails(fake):
+    fake.setattr(FakeLLM, "wrong_batch", 4)
+    fake.setattr(FakeLLM, "margin", 0.01)
+    for invariant in (False, True):
+        wanted = plan(contexts=[8], kernels=["auto"], chunks=[0], batch_invariant=invariant)
+        found = rows(wanted)
+        assert found[0]["kernels"] == ("auto" if invariant else "reference")
+        assert {made["batch_invariant"] for made in FakeLLM.made} == {invariant}
+        assert [matrix.failed(row) for row in found] == [
+            invariant and row["batch"] == 4 for row in found
+        ]
+        FakeLLM.made.clear()
+
+
+def test_the_matrix_refuses_reference_kernels_in_batch_invariant_mode(tmp_path, capsys):
+    argv = ["parity", "matrix", "--batch-invariant", "--output", str(tmp_path / "m.jsonl")]
+    assert main(argv) == EXIT_BAD_INPUT
+    assert "--kernels reference,pallas: --batch-invariant runs auto" in capsys.readouterr().err

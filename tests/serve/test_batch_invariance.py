@@ -5,6 +5,7 @@ These programs are compiled as a user's are: what XLA makes of them is what is c
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from engine_helpers import complete, make_engine, request
@@ -47,6 +48,12 @@ def make_requests(runner):
     return make
 
 
+@pytest.fixture
+def unless_interpreted(runner):
+    if runner.kernels != AUTO and jax.default_backend() == "cpu":
+        pytest.skip("interpreted kernels are slow, and compared in other company already")
+
+
 def bits(outputs):
     """Tokens and log-probabilities as they are."""
     return [
@@ -84,11 +91,13 @@ def test_alone_and_in_other_company_and_slots(runner, make_requests, expected):
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("unless_interpreted")
 def test_however_prompts_are_cut_and_steps_are_grouped(runner, make_requests, expected, settings):
     assert bits(complete(make_engine(runner, **settings), make_requests())) == expected
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unless_interpreted")
 def test_preempted_and_computed_again(runner, make_requests, expected):
     if runner.kernels != AUTO:
         pytest.skip("so few tokens need no second page")
@@ -98,6 +107,7 @@ def test_preempted_and_computed_again(runner, make_requests, expected):
     assert engine.stats().preemptions > 0
 
 
+@pytest.mark.usefixtures("unless_interpreted")
 def test_with_pages_of_the_prefix_cache(runner, make_requests):
     engine = make_engine(runner)
     (first,) = complete(engine, [request(make_requests()[-1].prompt_token_ids, 20, "turn 1")])
@@ -110,6 +120,7 @@ def test_with_pages_of_the_prefix_cache(runner, make_requests):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unless_interpreted")
 def test_whatever_the_neighbours_ask_for(runner, make_requests, expected):
     kinds = [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"presence_penalty": 1.0}]
     neighbours = [make_requests(seed=1, logprobs=5, **kind)[i] for i, kind in enumerate(kinds)]
@@ -119,6 +130,7 @@ def test_whatever_the_neighbours_ask_for(runner, make_requests, expected):
     assert chosen == [[(t, dict(p)[t]) for t, p in row] for row in expected[:4]]
 
 
+@pytest.mark.usefixtures("unless_interpreted")
 def test_scored_in_one_pass(runner, make_requests, expected):
     for one, row in list(zip(make_requests(), expected, strict=True))[1::3]:
         tokens = [token for token, _ in row]

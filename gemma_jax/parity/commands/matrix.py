@@ -47,6 +47,10 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
         raise ConfigError("--float32: give the --reference that it belongs to")
     if min(args.contexts) < 1 or min(args.batches) < 1:
         raise ConfigError("--contexts and --batches: expected integers of at least 1")
+    if args.batch_invariant and set(args.kernels) - {"auto", "pallas"}:
+        raise ConfigError(
+            f"--kernels {','.join(args.kernels)}: --batch-invariant runs auto and pallas only"
+        )
     dtype = args.dtype
     if dtype == "auto":
         dtype = load_config(resolve_model(args.model)).dtype
@@ -64,6 +68,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
         "logprobs": args.logprobs,
         "seed": args.seed,
         "noise": args.noise,
+        "batch_invariant": args.batch_invariant,
     }
     files = {name: getattr(args, name) for name in ("reference", "float32")}
     names = {name: None if path is None else Path(path).name for name, path in files.items()}
