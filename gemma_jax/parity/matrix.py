@@ -5,7 +5,7 @@ kernels. Every cell generates from the same prompts with its own settings and is
 baseline (invariance) and, where a reference record has prompts of that length, with the record
 (parity). A cell is a row of the output file, so an interrupted run goes on with the next cell.
 
-In batch-invariant mode every cell, the baseline included, runs in that mode, and bits must be equal.
+In batch-invariant mode every cell runs in that mode, the baseline too, and bits must be equal.
 """
 
 import itertools

@@ -81,7 +81,7 @@ def test_every_combination_is_a_cell_after_the_baseline_of_its_context(fake):
     assert {row["status"] for row in got if row["context"] < 200} == {"ok"}
     assert FakeLLM.made[0] == {
         "dtype": "bfloat16", "rounding": "hf", "max_num_seqs": 1, "fast_prefill": False,
-        "kernels": "reference", "max_model_len": 13,
+        "kernels": "reference", "max_model_len": 13, "batch_invariant": False,
     }  # fmt: skip
     assert FakeLLM.made[2]["max_num_batched_tokens"] == 16
 
