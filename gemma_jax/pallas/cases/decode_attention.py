@@ -88,6 +88,7 @@ def attention_case(name: str, geometry: Geometry, bench: bool = False) -> Case:
             decode_attention, slots=g.slots, window=g.window, numerics=Numerics(g.dtype)
         ),
         bench=bench,
+        sizes=g,
         flops=g.flops,
         bytes=g.key_bytes + 2 * heads * jnp.dtype(g.dtype).itemsize,
     )

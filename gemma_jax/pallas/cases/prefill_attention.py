@@ -71,6 +71,17 @@ class Batch:
         return total
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Heads, window and sequences of a case."""
+
+    num_kv: int
+    groups: int
+    head_dim: int
+    window: int | None
+    batch: Batch
+
+
 def attention_case(
     name: str,
     heads: tuple[int, int, int],
@@ -115,7 +126,10 @@ def attention_case(
     size = numerics.jnp_dtype.itemsize
     elements = 2 * q_rows * num_kv * groups * head_dim + 2 * k_rows * num_kv * head_dim
     flops = 4.0 * batch.visible(window) * num_kv * groups * head_dim
-    return Case(OP, name, inputs, call, bench, flops=flops, bytes=float(elements * size))
+    return Case(
+        OP, name, inputs, call, bench, sizes=Sizes(*heads, window, batch), flops=flops,
+        bytes=float(elements * size),
+    )  # fmt: skip
 
 
 def _used(rows: int, offsets: ArrayLike, lengths: ArrayLike) -> np.ndarray:
