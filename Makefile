@@ -25,7 +25,8 @@ test-parity:
 	UV_PROJECT_ENVIRONMENT=.venv-parity uv run --extra parity pytest -m parity
 
 test-gpu:
-	uv run --extra cuda pytest -m gpu --require-gpu
+	XLA_PYTHON_CLIENT_PREALLOCATE=false uv run --extra cuda \
+		pytest -m gpu --require-gpu -n 8 --dist worksteal --tb=short
 
 ci:
 	bash .ci/run

@@ -6,7 +6,8 @@
 In a document a table stands between `<!-- table: BENCH -->` and `<!-- end table -->`. Of several
 rows with the same benchmark, case, device and settings the newest counts. The benchmarks
 `kernels-<op>` share one table; there a case shows the rows of the commit that measured it last, so
-that its ratios are all of one state of the code.
+that its ratios are all of one state of the code. vLLM's kernels are not in it: the table `vllm`
+puts them beside our rows of the same case and commit.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-KERNELS = "kernels"
+KERNELS, VLLM = "kernels", "vllm"
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 Row = dict[str, Any]
@@ -172,6 +173,15 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("% of peak", _share_of_peak),
         ("× plain jnp", _derived("speedup_over_reference", 2)),
     ),
+    VLLM: (
+        ("op", lambda row: row["bench"].removeprefix(f"{KERNELS}-")),
+        CASE_OF_KERNEL,
+        VARIANT,
+        ("µs", lambda row: _number(row["median_ms"], 2, 1e-3)),
+        ("TFLOP/s", _rate("flops_per_s", 1)),
+        ("TB/s", _rate("bytes_per_s", 3)),
+        ("× vLLM", _derived("speedup_over_vllm", 2)),
+    ),
     "ceilings": (
         ("measured", lambda row: row["case"]),
         ("ms", lambda row: _number(row["median_ms"], 3)),
@@ -192,7 +202,10 @@ def table(bench: str, rows: Sequence[Row]) -> str:
     """
     if bench not in COLUMNS:
         raise ValueError(f"bench={bench!r}: expected one of {', '.join(COLUMNS)}")
-    chosen = newest([row for row in rows if _table_of(row) == bench])
+    if bench == VLLM:
+        chosen = beside_vllm(rows)
+    else:
+        chosen = newest([row for row in rows if _table_of(row) == bench])
     if bench == KERNELS:
         chosen = sorted(of_newest_commit(chosen), key=lambda row: row["bench"])
     if not chosen:
@@ -205,7 +218,32 @@ def table(bench: str, rows: Sequence[Row]) -> str:
 
 
 def _table_of(row: Row) -> str:
-    return KERNELS if row["bench"].startswith(f"{KERNELS}-") else row["bench"]
+    if not row["bench"].startswith(f"{KERNELS}-"):
+        return row["bench"]
+    return VLLM if row["implementation"].startswith(VLLM) else KERNELS
+
+
+def beside_vllm(rows: Sequence[Row]) -> list[Row]:
+    """The newest rows of vLLM's kernels, each case followed by ours of the commit of these.
+
+    `speedup_over_vllm` is the time of the fastest kernel of vLLM over the row's.
+    """
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in newest([row for row in rows if _table_of(row) == VLLM]):
+        groups.setdefault((row["bench"], row["case"], row["device"]["kind"]), []).append(row)
+    chosen = []
+    for (bench, case, kind), theirs in sorted(groups.items()):
+        commits = {row["commit"] for row in theirs}
+        own = [
+            r for r in rows
+            if (r["bench"], r["case"], r["device"]["kind"]) == (bench, case, kind)
+            and _table_of(r) == KERNELS and r["commit"] in commits and r["status"] == "ok"
+        ]  # fmt: skip
+        times = [row["median_ms"] for row in theirs if row["status"] == "ok"]
+        for row in [*theirs, *newest(own)]:
+            ratio = min(times) / row["median_ms"] if times and row["median_ms"] else None
+            chosen.append(row | {"derived": row["derived"] | {"speedup_over_vllm": ratio}})
+    return chosen
 
 
 def _device_table(bench: str, kind: str, rows: Sequence[Row]) -> str:

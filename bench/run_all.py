@@ -4,8 +4,9 @@
 
 Parts and workloads run in order of importance. Each part is a process of its own and appends its
 rows as they come, so that a part that fails or runs out of time leaves the rows before it:
-`<yyyymmdd>-<device>-<bench>.jsonl` in FOLDER. Kernel tables of the profiled workloads go to FOLDER
-too.
+`<yyyymmdd>-<device>-<bench>.jsonl` in FOLDER. The workloads share one process: their programs are
+compiled side by side, then each is timed and profiled with nothing else on the device. The tables
+of their kernels go to FOLDER too.
 """
 
 import argparse
@@ -20,12 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 WORKLOADS = (
-    "8x2048+1", "1x128+256", "64x128+256", "64x2048+1", "64x2048+16", "256x128+128", "1x2048+1",
+    "8x2048+1", "1x128+256", "64x128+256", "64x2048+16", "256x128+128", "64x2048+1", "1x2048+1",
     "4x1024+1",
 )  # fmt: skip
-PROFILED = ("8x2048+1", "1x128+256")
-PROFILE_SECONDS, LOAD_SECONDS = 80, 120
-"""Kept free for the parts that come last."""
+LOAD_SECONDS = 120
+"""Kept free for the part that comes last."""
 
 
 class Part(NamedTuple):
@@ -43,20 +43,20 @@ def parts(args: argparse.Namespace) -> list[Part]:
     if args.commit:
         rows += ["--commit", args.commit]
     workloads = [x for w in args.workload or WORKLOADS for x in ("--workload", w)]
-    profiled = [x for w in args.profile_workload or PROFILED for x in ("--workload", w)]
-    once = ["--num-iters", "1", "--num-iters-warmup", "0", "--profile", str(args.traces)]
     every = {
-        "throughput": [*common, *workloads, *rows],
-        "profile": [*common, *profiled, *once],
+        "throughput": [
+            *common,
+            *workloads,
+            *rows,
+            "--compile-ahead",
+            "--profile",
+            str(args.traces),
+        ],
         "load": [*common, *rows],
     }
-    reserves = {"throughput": PROFILE_SECONDS + LOAD_SECONDS, "profile": LOAD_SECONDS, "load": 0}
     chosen = [name for name in every if name in args.only]
-    later = {name: reserves[name] if len(chosen) > 1 else 0 for name in chosen}
-    module = {"throughput": "throughput", "profile": "throughput", "load": "load"}
-    return [
-        Part(n, [sys.executable, "-m", f"bench.{module[n]}", *every[n]], later[n]) for n in chosen
-    ]
+    reserves = {"throughput": LOAD_SECONDS if "load" in chosen else 0, "load": 0}
+    return [Part(n, [sys.executable, "-m", f"bench.{n}", *every[n]], reserves[n]) for n in chosen]
 
 
 def run(part: Part, seconds: float) -> int | None:
@@ -84,11 +84,10 @@ def main() -> int:
     parser.add_argument("--commit", metavar="HASH[-dirty]", help="where git cannot tell")
     parser.add_argument("--budget", type=float, default=530, help="seconds for everything")
     parser.add_argument(
-        "--only", type=lambda x: x.split(","), default=["throughput", "profile", "load"],
-        help="comma-separated parts: throughput, profile, load (default: all)",
+        "--only", type=lambda x: x.split(","), default=["throughput", "load"],
+        help="comma-separated parts: throughput, load (default: both)",
     )  # fmt: skip
     parser.add_argument("--workload", action="append", help="instead of the usual ones")
-    parser.add_argument("--profile-workload", action="append", help="instead of the usual ones")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.budget

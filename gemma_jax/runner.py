@@ -361,10 +361,11 @@ class Runner:
     ) -> tuple[KVCache, RowState, StepOutput | None]:
         """See `prefill`; `cache` and `state` are consumed."""
         has_past |= self.numerics.batch_invariant  # one program for both
-        return _prefill(
-            self._program(layout), has_past, wants_token, self.fast_prefill, statics,
-            self._leaves, cache, state, chunk, tables, table,
-        )  # fmt: skip
+        return self._call(
+            _prefill,
+            (self._program(layout), has_past, wants_token, self.fast_prefill, statics),
+            (self._leaves, cache, state, chunk, tables, table),
+        )
 
     def decode(
         self,
@@ -380,11 +381,11 @@ class Runner:
     ) -> tuple[KVCache, RowState, StepOutput]:
         """See `decode`; `cache` and `state` are consumed."""
         on_gpu = jax.default_backend() == "gpu"
-        call = _decode_on_gpu if on_gpu and max_steps > 1 else _decode
-        return call(
-            self._program(layout), max_steps, statics,
-            self._leaves, cache, state, rows, tables, table,
-        )  # fmt: skip
+        return self._call(
+            _decode_on_gpu if on_gpu and max_steps > 1 else _decode,
+            (self._program(layout), max_steps, statics),
+            (self._leaves, cache, state, rows, tables, table),
+        )
 
     def score(
         self,
@@ -402,6 +403,10 @@ class Runner:
         return _score(
             self._program(layout), has_past, k, self._leaves, cache, chunk, tables, targets
         )
+
+    def _call(self, program: Any, static: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
+        """Runs a jitted program."""
+        return program(*static, *arrays)
 
     def _program(self, layout: CacheLayout) -> Program:
         return make_program(self.config, self.numerics, layout, self.kernels)

@@ -221,7 +221,13 @@ def _add_output(parser: argparse.ArgumentParser, profile: bool) -> None:
             "--profile",
             type=Path,
             metavar="FOLDER",
-            help="trace one more run of each workload and print its kernels by time",
+            help="keep the trace of one more run of each workload and print its kernels by time",
+        )
+        group.add_argument(
+            "--compile-ahead",
+            action="store_true",
+            help="compile the programs of all workloads side by side before the first runs;"
+            " compile_ms of the rows is then what is left",
         )
 
 

@@ -2,13 +2,14 @@
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from gemma_jax.benchmarks.ceilings import Ceilings
 from gemma_jax.benchmarks.costs import decode_bytes, workload_flops
+from gemma_jax.benchmarks.profile import Event, busy_time
 from gemma_jax.benchmarks.rows import Row, peak_memory_bytes
 from gemma_jax.benchmarks.timing import Timing, measure
 from gemma_jax.benchmarks.workload import Workload
@@ -24,6 +25,11 @@ class WorkloadRunner:
         self.llm = llm
         self._rng = np.random.default_rng(seed)
 
+    def _params(self, workload: Workload) -> SamplingParams:
+        return SamplingParams(
+            temperature=0.0, max_tokens=workload.output_len, ignore_eos=True, detokenize=False
+        )
+
     def prompts(self, workload: Workload) -> list[dict[str, list[int]]]:
         return workload.prompts(self._rng, self.llm.model_config.vocab_size)
 
@@ -33,10 +39,7 @@ class WorkloadRunner:
         Raises:
           RequestError: a prompt was refused or did not get all its tokens.
         """
-        params = SamplingParams(
-            temperature=0.0, max_tokens=workload.output_len, ignore_eos=True, detokenize=False
-        )
-        for output in self.llm.generate(prompts, params, use_tqdm=False):
+        for output in self.llm.generate(prompts, self._params(workload), use_tqdm=False):
             if output.error:
                 raise RequestError(output.error)
             tokens = len(output.outputs[0].token_ids)
@@ -45,6 +48,16 @@ class WorkloadRunner:
                     f"output_len={workload.output_len}: only {tokens} tokens fit in a context of"
                     f" {self.llm.max_model_len}"
                 )
+
+    def compile_ahead(self, workloads: Sequence[Workload]) -> int:
+        """Compiles what the workloads need, side by side; the number of programs."""
+        return self.llm.engine.compile_for(
+            [
+                self.llm.make_request(prompt, self._params(workload), f"ahead-{i}")
+                for i, prompt in enumerate(self.prompts(workload))
+            ]
+            for workload in workloads
+        )
 
     def measure(self, workload: Workload, warmup: int, iters: int) -> Timing:
         return measure(
@@ -82,6 +95,27 @@ def derived_rates(
         "bytes_per_s": read or None,
         "mbu": read / ceilings.bandwidth or None,
         "mfu": flops / seconds / ceilings.flops,
+    }
+
+
+PAUSE_NS = 20_000
+"""A longer gap between two kernels is one between device calls, where the host is late."""
+
+
+def device_use(events: Sequence[Event], median_ms: float) -> dict[str, float | None]:
+    """How the device spends a run, from the kernels of one profiled run.
+
+    Returns:
+      device_busy_ms: milliseconds in which a kernel ran.
+      device_idle_share: share of the median run in which no device call ran, requests and results
+        on the host included; gaps of up to `PAUSE_NS` lie within a call. None without kernels.
+    """
+    if not events:
+        return {"device_busy_ms": None, "device_idle_share": None}
+    in_calls = busy_time(events, PAUSE_NS) / 1e6
+    return {
+        "device_busy_ms": round(busy_time(events) / 1e6, 4),
+        "device_idle_share": max(1 - in_calls / median_ms, 0.0),
     }
 
 

@@ -38,13 +38,6 @@ def record(folder: Path) -> Iterator[None]:
         yield
 
 
-def report(folder: Path) -> str:
-    """Tables of the newest trace in `folder`: totals, then time by program, kernel and op."""
-    if not _traces(folder):
-        return f"no trace was written to {folder}"
-    return tables(newest_events(folder))
-
-
 def newest_events(folder: Path) -> list[Event]:
     """The kernels of the newest trace in `folder`."""
     import jax
@@ -84,7 +77,7 @@ def _event(event: Any) -> Event:
 
 
 def tables(events: list[Event]) -> str:
-    """The tables of `report` for these events."""
+    """Totals, then time by program, by kernel and by op."""
     if not events:
         return "the trace has no device kernels (only GPUs report them)"
     first, last = events[0].start, max(e.start + e.duration for e in events)
@@ -99,12 +92,16 @@ def tables(events: list[Event]) -> str:
     return "\n\n".join(parts)
 
 
-def busy_time(events: Iterable[Event]) -> float:
-    """Nanoseconds in which at least one of the events runs; they come in order of their start."""
+def busy_time(events: Iterable[Event], pause: float = 0.0) -> float:
+    """Nanoseconds in which at least one of the events runs; they come in order of their start.
+
+    Gaps of up to `pause` nanoseconds count too.
+    """
     total, end = 0.0, float("-inf")
     for event in events:
         stop = event.start + event.duration
-        total += max(stop - max(event.start, end), 0.0)
+        start = event.start if event.start - end > pause else end
+        total += max(stop - start, 0.0)
         end = max(end, stop)
     return total
 

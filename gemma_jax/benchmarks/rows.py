@@ -13,13 +13,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gemma_jax.errors import CapacityError, UnsupportedError
-from gemma_jax.system_info import device_info, driver_version, package_versions
+from gemma_jax.system_info import (
+    RESULT_PACKAGES,
+    device_info,
+    driver_version,
+    package_versions,
+)
 
 SCHEMA = 1
 IMPLEMENTATION = "gemma_jax"
 Status = Literal["ok", "unsupported", "oom", "error"]
 _PRIVATE_FLAGS = (
-    "--output-json", "--profile", "--commit", "--folder", "--result-dir", "--plot", "--api-key"
+    "--output-json", "--profile", "--commit", "--folder", "--result-dir", "--plot", "--api-key",
+    "--vllm-path",
 )  # fmt: skip
 
 
@@ -69,7 +75,12 @@ class Row:
         message = " ".join(str(error).split())
         self.note = f"{type(error).__name__}: {message}"[:500]
 
-    def as_json(self, source: "Source", device: dict[str, Any] | None = None) -> dict[str, Any]:
+    def as_json(
+        self,
+        source: "Source",
+        device: dict[str, Any] | None = None,
+        packages: tuple[str, ...] = RESULT_PACKAGES,
+    ) -> dict[str, Any]:
         """The row with schema, commit, date, device (None: what JAX runs on) and versions."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         first = {name: own.pop(name) for name in ("bench", "case", "implementation")}
@@ -81,7 +92,7 @@ class Row:
             "dirty": source.dirty,
             "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": {name: device[name] for name in ("kind", "count", "memory_bytes")},
-            "versions": package_versions() | {"driver": driver_version()},
+            "versions": package_versions(packages) | {"driver": driver_version()},
             **own,
         }
 
@@ -165,17 +176,25 @@ class Report:
       output: the file, or a folder that gets one.
       source: what is measured.
       device: what it runs on; None asks JAX.
+      packages: those whose versions matter.
     """
 
-    def __init__(self, output: Path | None, source: Source, device: dict[str, Any] | None = None):
-        self._output, self._source, self._device = output, source, device
+    def __init__(
+        self,
+        output: Path | None,
+        source: Source,
+        device: dict[str, Any] | None = None,
+        packages: tuple[str, ...] = RESULT_PACKAGES,
+    ):
+        self._output, self._source = output, source
+        self._device, self._packages = device, packages
         self.rows: list[Row] = []
 
     def add(self, row: Row) -> None:
         """Takes a finished row."""
         self.rows.append(row)
         if self._output is not None:
-            append_row(self._output, row.as_json(self._source, self._device))
+            append_row(self._output, row.as_json(self._source, self._device, self._packages))
 
     def finish(self, allowed: Sequence[Status] = ("ok",)) -> int:
         """Prints the last line, one JSON object; the exit code is 1 if a status is not allowed."""

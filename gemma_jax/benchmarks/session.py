@@ -3,14 +3,23 @@
 import argparse
 import contextlib
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from gemma_jax.benchmarks import profile
 from gemma_jax.benchmarks.ceilings import Ceilings, copy_row, matmul_row
-from gemma_jax.benchmarks.measure_workload import WorkloadRunner, fill, guarded, settings
+from gemma_jax.benchmarks.measure_workload import (
+    WorkloadRunner,
+    device_use,
+    fill,
+    guarded,
+    settings,
+)
 from gemma_jax.benchmarks.random_model import random_llm
 from gemma_jax.benchmarks.rows import Report, Row, Source, command_line
 from gemma_jax.benchmarks.timing import Timing
@@ -43,6 +52,9 @@ def run_workloads(
     with progress("model"):
         llm, model = _load(args, workloads)
     runner = WorkloadRunner(llm, args.seed)
+    notes: list[str] = []
+    if args.compile_ahead:
+        notes.append(_compile_ahead(runner, workloads))
     for i, workload in enumerate(workloads):
         row = Row(bench, workload.name, command=command_line(bench, arguments))
         row.config = settings(llm, model, ceilings)
@@ -54,13 +66,22 @@ def run_workloads(
 
         with progress(f"{bench} {workload.name}"):
             guarded(row, measured)
-        if i and row.status == "ok":
-            row.note = "peak_memory_bytes covers the earlier cases of this process too"
+        if row.status == "ok":
+            earlier = ["peak_memory_bytes covers the earlier cases of this process too"]
+            row.note = "; ".join([*notes, *(earlier if i else [])])
+            _add_device_use(row, runner, workload, args.profile)
         report.add(row)
         print(summary(row), flush=True)
-        if args.profile is not None and row.status == "ok":
-            _profile(runner, workload, args.profile / workload.name)
     return report.finish()
+
+
+def _compile_ahead(runner: WorkloadRunner, workloads: Sequence[Workload]) -> str:
+    """Compiles all workloads' programs; what the rows say of it."""
+    start = time.perf_counter()
+    with progress("compile ahead"):
+        programs = runner.compile_ahead(workloads)
+    took = time.perf_counter() - start
+    return f"{programs} programs of all workloads compiled side by side before, in {took:.1f} s"
 
 
 def summary(row: Row) -> str:
@@ -76,6 +97,7 @@ def summary(row: Row) -> str:
             f"prompt {rates['prompt_tok_per_s']:,.0f} tok/s",
             f"generated {rates['generated_tok_per_s']:,.1f} tok/s",
             *shares,
+            *([] if (idle := rates.get("device_idle_share")) is None else [f"idle {idle:.1%}"]),
             f"compile {(row.compile_ms or 0) / 1e3:.1f} s",
             f"peak {memory / 2**30:.2f} GiB" if memory else "peak unknown",
         ]
@@ -132,12 +154,27 @@ def _load(args: argparse.Namespace, workloads: Sequence[Workload]) -> tuple[LLM,
     return random_llm(named_config(preset), args.seed, **chosen), f"random weights, {preset}"
 
 
-def _profile(runner: WorkloadRunner, workload: Workload, folder: Path) -> None:
-    """Profiles one more run and prints where the device's time went."""
+def _add_device_use(
+    row: Row, runner: WorkloadRunner, workload: Workload, folder: Path | None
+) -> None:
+    """Profiles one more run, on a GPU or if asked for: its idle share, and its table in `folder`.
+
+    A profile that fails leaves a note: the row has its figures already.
+    """
+    if folder is None and jax.default_backend() != "gpu":
+        return
     prompts = runner.prompts(workload)
-    with progress(f"profile {workload.name}"):
-        with profile.record(folder):
-            runner.run(workload, prompts)
-        table = profile.report(folder)
-    print(f"\nprofile of {workload.name}\n{table}\n", flush=True)
-    (folder / "kernels.txt").write_text(table + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as scratch, progress(f"profile {workload.name}"):
+        into = Path(scratch) if folder is None else folder / workload.name
+        try:
+            with profile.record(into):
+                runner.run(workload, prompts)
+            events = profile.newest_events(into)
+        except Exception as error:
+            row.note = "; ".join(filter(None, [row.note, f"not profiled: {error}"]))
+            return
+        row.derived |= device_use(events, row.median_ms or 0.0)
+        if folder is not None:
+            table = profile.tables(events)
+            print(f"\nprofile of {workload.name}\n{table}\n", flush=True)
+            (into / "kernels.txt").write_text(table + "\n", encoding="utf-8")

@@ -364,6 +364,24 @@ def _columns_kernel(refs: Operands, out: Any, config: Config, spec: Spec) -> Non
         _finish(refs, out, (b, row), row < spec.n, products, spec)
 
 
+Sum = tuple[jax.Array, ...]
+"""A running total; with a second array, by how much its roundings have raised it so far."""
+
+
+def _added(total: Sum, product: jax.Array) -> Sum:
+    """One product more; with two arrays by Kahan's compensated summation.
+
+    In float32 it is needed: Triton turns `total + dot` into a dot that starts from `total`, and
+    multiply-adds then round once for each element of K, many times what plain code is off by.
+    """
+    if len(total) == 1:
+        return (total[0] + product,)
+    before, excess = total
+    term = product - excess
+    after = before + term
+    return after, (after - before) - term
+
+
 def _dot_kernel(
     refs: Operands, h_out: Any, x_out: Any, out: Any, config: Config, spec: Spec
 ) -> None:
@@ -381,13 +399,14 @@ def _dot_kernel(
         weights = _load_weights(refs.w, p * spec.n * s + left, _span(start, width), mask)
         return triton.dot(weights, x, precision=spec.numerics.precision)
 
-    def body(i: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def body(i: Any, sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
         x = x_of(i * width).T
-        return tuple(total + product(p, i * width, x) for p, total in enumerate(totals))
+        return tuple(_added(total, product(p, i * width, x)) for p, total in enumerate(sums))
 
     zero = jnp.zeros((rows * s, columns * s), jnp.float32)
-    totals = lax.fori_loop(0, spec.k // s // width, body, (zero,) * spec.parts)
-    products = [_sum_of_equal_segments(total, rows, columns, s) for total in totals]
+    empty = (zero, zero) if spec.numerics.is_float32 else (zero,)
+    sums = lax.fori_loop(0, spec.k // s // width, body, (empty,) * spec.parts)
+    products = [_sum_of_equal_segments(total, rows, columns, s) for total, *_ in sums]
     row, batch = pl.program_id(0) * rows + jnp.arange(rows), jnp.arange(columns)
     inside = (row < spec.n)[:, None] & (batch < spec.batch)[None, :]
     _finish(refs, out, (batch[None, :], row[:, None]), inside, products, spec)

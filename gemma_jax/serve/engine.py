@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ from gemma_jax.sequence import TokenLogprobs
 from gemma_jax.serve.cache_plan import plan_cache
 from gemma_jax.serve.entry import DecodePlan, Entry, PrefillPlan
 from gemma_jax.serve.pages import KVPages
+from gemma_jax.serve.rehearsal import Rehearsal
 from gemma_jax.serve.request import CompletionDelta, EngineRequest, EngineStats
 from gemma_jax.serve.scheduler import Scheduler, SchedulerLimits
 from gemma_jax.tokenizer import Tokenizer
@@ -111,9 +112,9 @@ class Engine:
         self._rows = decode_row_buckets(config.max_num_seqs)
         self._max_steps = -(-config.decode_steps // STEP_BLOCK) * STEP_BLOCK
         longest = config.chunk_tokens(runner.config, max_model_len, self._is_plain)
-        self._kv = KVPages(self._plan(config, longest, memory), config.prefix_caching)
-        self._scheduler = Scheduler(self._limits(config, longest), self._kv)
-        sizes = self._kv.sizes
+        sizes = self._plan(config, longest, memory)
+        self._scheduling = sizes, config.prefix_caching, self._limits(config, longest)
+        self._reset()
         self._cache = runner.new_cache(
             sizes.num_full_pages, max(sizes.num_window_pages, 1), sizes.page_size
         )
@@ -122,8 +123,14 @@ class Engine:
         self._by_request: dict[str, list[_Running]] = {}
         self._calls: deque[_Call] = deque()
         self._ids = itertools.count()
-        self._count = _Counters()
         self._table: tuple[tuple[Any, ...], Any] = ((), None)
+
+    def _reset(self) -> None:
+        """Empty pages, queues and counters."""
+        sizes, prefix_caching, limits = self._scheduling
+        self._kv = KVPages(sizes, prefix_caching)
+        self._scheduler = Scheduler(limits, self._kv)
+        self._count = _Counters()
 
     @property
     def _is_plain(self) -> bool:
@@ -214,6 +221,36 @@ class Engine:
             call = self._calls.popleft()
             with contextlib.suppress(RuntimeError):  # what they bring no longer matters
                 jax.block_until_ready(call.output)
+
+    def compile_for(self, batches: Iterable[Sequence[EngineRequest]]) -> int:
+        """Compiles the programs that these requests need, several at a time, and runs nothing.
+
+        Args:
+          batches: the requests of each are there together, after those before have ended; they
+            should run to their `max_tokens`, whatever is drawn.
+        Returns:
+          The number of programs.
+        Raises:
+          RuntimeError: requests are running.
+        """
+        if self.has_work:
+            raise RuntimeError("compile_for: requests are running")
+        runner, rehearsal = self._runner, Rehearsal(self._runner)
+        self._runner = rehearsal
+        try:
+            for batch in batches:
+                for request in batch:
+                    self.add(request)
+                while self.has_work:
+                    self.step()
+        finally:
+            self._runner = runner
+            for request_id in list(self._by_request):
+                self.abort(request_id)
+            self._calls.clear()
+            self._reset()
+            programs = rehearsal.finish()
+        return programs
 
     @property
     def has_work(self) -> bool:

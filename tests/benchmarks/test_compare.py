@@ -90,6 +90,23 @@ def test_a_case_shows_the_rows_of_the_commit_that_measured_it_last():
     ]  # fmt: skip
 
 
+def test_vllms_kernels_stand_beside_ours_of_the_same_commit():
+    later = {"commit": "fedcba9876", "date_utc": "2026-01-03T00:00:00+00:00"}
+    rows = [
+        kernel_row("mosaic"), kernel_row("mosaic", median_ms=0.3, **later),
+        kernel_row("vllm", median_ms=1.5, **later), kernel_row("triton", case="other", **later),
+        kernel_row("vllm-fused", status="error", median_ms=None, derived={}, **later),
+    ]  # fmt: skip
+    lines = compare.table("vllm", rows).splitlines()
+    assert lines[2].endswith("| implementation | µs | TFLOP/s | TB/s | × vLLM |")
+    assert lines[4:] == [
+        "| prefill_attention | e2b full 8x2048 | vllm | 1,500.00 | 400.0 | 0.500 | 1.00 |",
+        "| prefill_attention | e2b full 8x2048 | vllm-fused |  |  |  | error |",
+        "| prefill_attention | e2b full 8x2048 | mosaic | 300.00 | 400.0 | 0.500 | 5.00 |",
+    ]
+    assert "vllm" not in compare.table("kernels", rows)
+
+
 def test_a_failed_kernel_keeps_its_names():
     row = kernel_row(status="error", median_ms=None, derived={})
     line = compare.table("kernels", [row]).splitlines()[-1]

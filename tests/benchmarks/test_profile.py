@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from gemma_jax.benchmarks import profile
+from gemma_jax.benchmarks.measure_workload import device_use
 from gemma_jax.benchmarks.profile import Event
 
 TRACE = """
@@ -58,7 +59,21 @@ def test_numbered_kernels_and_layers_are_summed(events):
 
 def test_overlapping_kernels_are_busy_once():
     starts = [(0, 10), (5, 2), (8, 4), (20, 1)]
-    assert profile.busy_time([Event("k", "", "", s, d) for s, d in starts]) == 13
+    events = [Event("k", "", "", s, d) for s, d in starts]
+    assert profile.busy_time(events) == 13
+    assert profile.busy_time(events, pause=7) == 13
+    assert profile.busy_time(events, pause=8) == 21
+
+
+def test_idle_is_what_lies_between_device_calls():
+    # Two calls of two kernels, 10 µs apart within a call and 1 ms apart between calls.
+    starts = [0, 110_000, 1_210_000, 1_320_000]
+    events = [Event("k", "", "", start, 100_000) for start in starts]
+    use = device_use(events, median_ms=2.1)
+    assert use["device_busy_ms"] == 0.4
+    assert use["device_idle_share"] == pytest.approx(0.8)
+    assert device_use(events, median_ms=0.4)["device_idle_share"] == 0.0
+    assert device_use([], 1.0) == {"device_busy_ms": None, "device_idle_share": None}
 
 
 def test_the_long_tail_is_one_line():
@@ -69,8 +84,8 @@ def test_the_long_tail_is_one_line():
 def test_a_trace_of_a_cpu_says_that_it_has_no_kernels(tmp_path):
     with profile.record(tmp_path):
         jax.block_until_ready(jax.numpy.ones(3) + 1)
-    assert "no device kernels" in profile.report(tmp_path)
+    assert "no device kernels" in profile.tables(profile.newest_events(tmp_path))
 
 
-def test_an_empty_folder_says_that_it_has_no_trace(tmp_path):
-    assert "no trace" in profile.report(tmp_path)
+def test_an_empty_folder_has_no_kernels(tmp_path):
+    assert profile.newest_events(tmp_path) == []

@@ -132,6 +132,17 @@ def test_result_does_not_depend_on_the_number_of_blocks():
         np.testing.assert_array_equal(out, first)
 
 
+@pytest.mark.parametrize("segments", [1, 4])
+def test_float32_sums_along_k_lose_no_small_terms(segments):
+    # A total of 2²⁸ is rounded to multiples of 32: each later chunk of 16 ones alone would vanish.
+    x = np.ones((1, 1024), np.float32)
+    x[0, :: 1024 // segments] = 2.0**28
+    config = Config("dot", 8 // segments, 16, segments=segments)
+    call = functools.partial(skinny_module._skinny_matmul_triton, numerics=FLOAT32, config=config)
+    out = leaves(call, {"x": jnp.asarray(x), "w": jnp.ones((8, 1024), jnp.float32)})[0]
+    np.testing.assert_allclose(out, np.full((1, 8), x.astype(np.float64).sum()), rtol=2.0**-23)
+
+
 # --- the model's formulas ------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ class Case:
       bench: a shape of a published model, worth timing; the others only test edges.
       in_place: the op updates one of its inputs.
       baselines: other programs of the same arrays and results, by name, only to be timed against.
+      sizes: the same shape as the op's file describes it, for who times another program at it.
       flops, bytes: work counted once: unmasked products, each input read and output written once.
     """
 
@@ -35,6 +36,7 @@ class Case:
     bench: bool = False
     in_place: bool = False
     baselines: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    sizes: Any = None
     flops: float = 0.0
     bytes: float = 0.0
 

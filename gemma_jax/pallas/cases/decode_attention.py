@@ -92,6 +92,7 @@ def attention_case(name: str, geometry: Geometry, bench: bool = False) -> Case:
             numerics=Numerics(g.dtype, batch_invariant=g.batch_invariant),
         ),
         bench=bench,
+        sizes=g,
         flops=g.flops,
         bytes=g.key_bytes + 2 * heads * jnp.dtype(g.dtype).itemsize,
     )

@@ -71,6 +71,17 @@ class Batch:
         return total
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Heads, window and sequences of a case."""
+
+    num_kv: int
+    groups: int
+    head_dim: int
+    window: int | None
+    batch: Batch
+
+
 def attention_case(
     name: str,
     heads: tuple[int, int, int],
@@ -115,7 +126,10 @@ def attention_case(
     size = numerics.jnp_dtype.itemsize
     elements = 2 * q_rows * num_kv * groups * head_dim + 2 * k_rows * num_kv * head_dim
     flops = 4.0 * batch.visible(window) * num_kv * groups * head_dim
-    return Case(OP, name, inputs, call, bench, flops=flops, bytes=float(elements * size))
+    return Case(
+        OP, name, inputs, call, bench, sizes=Sizes(*heads, window, batch), flops=flops,
+        bytes=float(elements * size),
+    )  # fmt: skip
 
 
 def _used(rows: int, offsets: ArrayLike, lengths: ArrayLike) -> np.ndarray:
@@ -127,6 +141,7 @@ def _used(rows: int, offsets: ArrayLike, lengths: ArrayLike) -> np.ndarray:
 _PROMPTS = Batch((2048,) * 8, layout="uniform")
 _RAGGED = Batch((2048, 37, 1500, 999, 1, 3000, 515, 2048), spare=188)
 _CHUNK = Batch((2048, 2048), past=(14336, 6144))
+_SHORT_CHUNKS = Batch((256,) * 8, past=(8192, 4096, 2048, 1024, 512, 256, 128, 0))
 
 # model: (key heads, query heads of each) of sliding and of full layers, window
 _MODELS = {
@@ -143,6 +158,7 @@ def _bench_cases() -> list[Case]:
     for model, (sliding, full, window) in _MODELS.items():
         kinds = {"sliding": ((*sliding, 256), window), "full": ((*full, 512), None)}
         batches = {"8x2048": _PROMPTS, "ragged": _RAGGED, "chunk": _CHUNK}
+        batches["short chunks"] = _SHORT_CHUNKS
         for kind, (heads, kind_window) in kinds.items():
             for label, batch in batches.items():
                 if label == "8x2048" or model == "e2b":

@@ -127,7 +127,8 @@ class Heads:
 def heads_case(name: str, heads: Heads, bench: bool = False) -> Case:
     return Case(
         "qkv_norm_rope", name, heads.inputs, heads.call, bench,
-        in_place=heads.page > 0, baselines={"unfused": heads.unfused}, bytes=float(heads.bytes),
+        in_place=heads.page > 0, baselines={"unfused": heads.unfused}, sizes=heads,
+        bytes=float(heads.bytes),
     )  # fmt: skip
 
 
