@@ -1,9 +1,13 @@
 """Makes the engine of a model in the process that runs it, and compiles what it will need."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from gemma_jax.buckets import chunk_buckets, decode_row_buckets
+from gemma_jax.engine_config import MAX_CHUNK
+from gemma_jax.sampling_params import SamplingParams
 from gemma_jax.serve.engine_process import LoadedEngine
+from gemma_jax.serve.request import EngineRequest
 
 if TYPE_CHECKING:
     from gemma_jax.llm import LLM
@@ -24,19 +28,41 @@ def load_engine(settings: Mapping[str, Any], warm: bool = True) -> LoadedEngine:
 
 
 def warm_up(llm: "LLM") -> None:
-    """Run short requests, so that the programs of usual traffic are compiled.
+    """Compile the programs of usual traffic and run some, so that the first requests find them.
 
-    One request alone, then as many as run together, with the sampling of the checkpoint and
-    greedily; other batch sizes, and prompts longer than a chunk, compile at their first use.
+    On a GPU those of `usual_batches`, several at a time. Then one request runs alone, and as many
+    as run together, with the sampling of the checkpoint and greedily. What is missing, on a CPU
+    every other batch size, compiles at its first use.
     """
-    usual = llm.generation_defaults.sampling_params(ignore_eos=True)
-    tokens = 2 * llm.engine_config.decode_steps
-    for params in (
-        usual.replace(max_tokens=tokens),
-        usual.replace(temperature=0.0, max_tokens=tokens),
-    ):
+    import jax
+
+    if jax.default_backend() == "gpu":
+        llm.engine.compile_for(usual_batches(llm))
+    for params in _usual_params(llm):
         for count in (1, llm.max_num_seqs):
-            for number in range(count):
-                llm.engine.add(llm.make_request([0], params, f"warm-up-{number}"))
+            for request in _requests(llm, count, 1, params):
+                llm.engine.add(request)
             while llm.engine.has_work:
                 llm.engine.step()
+
+
+def usual_batches(llm: "LLM") -> Iterator[list[EngineRequest]]:
+    """Requests for every number of decoding rows, and a prompt of every length of a chunk."""
+    longest = min(llm.engine_config.mixed_tokens(), MAX_CHUNK)
+    for params in _usual_params(llm):
+        for count in decode_row_buckets(llm.max_num_seqs):
+            yield _requests(llm, count, 1, params)
+        for length in chunk_buckets(longest):
+            if length + 2 * llm.engine_config.decode_steps <= llm.max_model_len:
+                yield _requests(llm, 1, length, params)
+
+
+def _usual_params(llm: "LLM") -> list[SamplingParams]:
+    """The checkpoint's sampling, and greedy."""
+    usual = llm.generation_defaults.sampling_params(ignore_eos=True)
+    usual = usual.replace(max_tokens=2 * llm.engine_config.decode_steps)
+    return [usual, usual.replace(temperature=0.0)]
+
+
+def _requests(llm: "LLM", count: int, length: int, params: SamplingParams) -> list[EngineRequest]:
+    return [llm.make_request([0] * length, params, f"warm-up-{i}") for i in range(count)]

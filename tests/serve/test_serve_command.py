@@ -11,6 +11,7 @@ import server_process
 
 from gemma_jax import cli
 from gemma_jax.cli import serve as command
+from gemma_jax.engine_config import EngineConfig
 from gemma_jax.errors import ConfigError
 from gemma_jax.serve.load import warm_up
 from gemma_jax.text_side import TextSide
@@ -101,6 +102,23 @@ def test_warm_up_runs_one_request_and_then_as_many_as_fit_sampled_and_greedy():
     warm_up(llm)
     assert not engine.has_work
     assert engine.stats().generated_tokens == 2 * (1 + 3) * 16
+
+
+def test_a_gpu_compiles_every_number_of_rows_and_every_length_of_a_chunk(monkeypatch):
+    text_side = TextSide.load("nano")
+    compiled = []
+    engine = SimpleNamespace(has_work=False, add=lambda r: None, compile_for=compiled.extend)
+    llm = SimpleNamespace(
+        engine=engine, max_num_seqs=20, max_model_len=256, make_request=text_side.make_request,
+        generation_defaults=text_side.defaults,
+        engine_config=EngineConfig(mixed_batched_tokens=4096, decode_steps=8),
+    )  # fmt: skip
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    warm_up(llm)
+    sizes = [(len(batch), len(batch[0].prompt_token_ids)) for batch in compiled]
+    once = [(1, 1), (4, 1), (16, 1), (20, 1), (1, 32), (1, 64), (1, 128)]
+    assert sizes == [*once, *once]  # 256 tokens leave no room for an answer
+    assert [batch[0].params.temperature == 0 for batch in compiled] == [False] * 7 + [True] * 7
 
 
 # --- with the real engine ------------------------------------------------------------------------
