@@ -104,8 +104,8 @@ def _outputs(llm: Any, job: dict[str, Any], prompts: list[list[int]], params: An
     return outputs
 
 
-def info(job: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a record's header that only this process knows."""
+def info(job: dict[str, Any], batch: int) -> dict[str, Any]:
+    """The fields of a record's header that only this process knows; `batch` is the engine's."""
     import torch
 
     return {
@@ -117,7 +117,7 @@ def info(job: dict[str, Any]) -> dict[str, Any]:
             "count": torch.cuda.device_count(),
         },
         "dtype": job["dtype"],
-        "vllm": job["vllm"],
+        "vllm": job["vllm"] | {"max_num_seqs": batch},
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
 
@@ -133,10 +133,11 @@ def main(*files: str) -> None:
     """Reads jobs and writes header fields and rows of each: JOB OUT JOB OUT …"""
     jobs = [json.loads(Path(name).read_text()) for name in files[::2]]
     llm = build(jobs)
+    batch = max(job["batch"] for job in jobs)
     for job, output in zip(jobs, files[1::2], strict=True):
         rows = score(llm, job) if job["teacher_force"] else generate(llm, job)
         with open(output, "w") as file:
-            print(json.dumps({"header": info(job)}), file=file)
+            print(json.dumps({"header": info(job, batch)}), file=file)
             for row in rows:
                 print(json.dumps(row), file=file)
 

@@ -57,6 +57,7 @@ def test_every_cell_and_twin_is_recorded_from_one_engine_a_setting(make):
     alone = records["vllm-float32-compiled-batch1.jsonl.xz"]
     assert {stream.batch for stream in alone.streams} == {1}
     assert alone.header["vllm"]["enforce_eager"] is False
+    assert alone.header["vllm"]["max_num_seqs"] == 64
     assert alone.header["environment"]["TRITON_F32_DEFAULT"] == "tf32"
     assert alone.num_tokens == NUM_PROMPTS * maker.MAX_TOKENS
     assert len(engines) == 6 + 2
