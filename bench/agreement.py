@@ -11,6 +11,7 @@ and the older goldens (`.npz`), whose best five candidates are read as a record.
 """
 
 import argparse
+import hashlib
 import sys
 import tempfile
 import time
@@ -44,11 +45,13 @@ class Set:
     Attributes:
       name: in the tables.
       model: name of a golden model or tiny configuration.
+      path: of the file.
       read: the record, and its float32 twin where it has one.
     """
 
     name: str
     model: str
+    path: Path
     read: Callable[[], tuple[Record, Record | None]]
 
 
@@ -59,13 +62,14 @@ def committed_sets() -> Iterator[Set]:
             model = path.parent.name
             name = f"{model}/{path.name.removesuffix(SUFFIX)}"
             twin = path.with_name(path.name.replace(SUFFIX, TWIN_SUFFIX))
-            yield Set(name, model, _reader(path, twin if twin.exists() else None))
+            yield Set(name, model, path, _reader(path, twin if twin.exists() else None))
     for texts in ("greedy", "held_out"):
         for dtype in ("float32", "bfloat16"):
             path = DATA / f"nano_{texts}.npz"
-            yield Set(f"nano/{texts} {dtype}", "nano", _texts_reader(path, dtype))
+            yield Set(f"nano/{texts} {dtype}", "nano", path, _texts_reader(path, dtype))
     for name in TINY_CONFIGS:
-        yield Set(f"{name}/float32", name, _golden_reader(DATA / "hf" / f"{name}.npz"))
+        path = DATA / "hf" / f"{name}.npz"
+        yield Set(f"{name}/float32", name, path, _golden_reader(path))
 
 
 def _reader(record: Path, twin: Path | None) -> Callable[[], tuple[Record, Record | None]]:
@@ -153,6 +157,7 @@ def measure(row: Row, chosen: Set, path: Path, free_run: bool) -> None:
             "environment": record.header.get("environment"),
             "vllm": record.header.get("vllm"),
             "batch": record.streams[0].batch,
+            "sha256": hashlib.sha256(chosen.path.read_bytes()).hexdigest(),
         },
         "window": load_config(path).sliding_window,
     }
@@ -172,7 +177,8 @@ def chosen_sets(args: argparse.Namespace) -> list[Set]:
     """The record of the flags, else the committed sets."""
     if args.record is None:
         return [found for found in committed_sets() if args.only in found.name]
-    return [Set(args.name or args.record.name, "nano", _reader(args.record, args.float32))]
+    name = args.name or args.record.name
+    return [Set(name, "nano", args.record, _reader(args.record, args.float32))]
 
 
 def _parser() -> argparse.ArgumentParser:

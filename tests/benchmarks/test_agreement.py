@@ -1,5 +1,6 @@
 """The agreement rows: every golden is a set, old ones are read as records, rows make a table."""
 
+import hashlib
 import json
 
 import pytest
@@ -31,6 +32,18 @@ def test_older_goldens_are_records_with_their_candidates():
     tiny, _ = sets["e2b-tiny/float32"].read()
     assert all((s.candidates.best == s.tokens).all() for s in tiny.streams)
     assert all(s.candidates.logprobs.max() <= 0 for s in tiny.streams)
+
+
+def test_every_committed_golden_has_a_row_and_no_flip_in_it_is_unexplained():
+    rows = {}
+    for row in compare.read_rows(sorted(compare.RESULTS.glob("*-parity.jsonl"))):
+        rows[row["case"]] = row
+    for found in agreement.committed_sets():
+        row = rows[found.name]
+        digest = hashlib.sha256(found.path.read_bytes()).hexdigest()
+        assert row["config"]["reference"]["sha256"] == digest, found.name
+        assert row["result"]["classes"]["unexplained"] == 0, found.name
+        assert row["result"]["flips_rate"]["tokens"] > 1000
 
 
 @pytest.mark.slow
