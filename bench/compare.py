@@ -127,6 +127,31 @@ def _peak_gib(row: Row) -> str:
     return _number(row["peak_memory_bytes"], 2, 2**30)
 
 
+def _reference(row: Row) -> str:
+    """Engine, version and the settings that decide its numbers."""
+    reference = row["config"]["reference"]
+    words = [f"{reference['engine']} {reference['version']}"]
+    settings = reference["vllm"] or {}
+    if settings:
+        words.append("eager" if settings["enforce_eager"] else "compiled")
+        words += ["fast prefill"] if settings["kv_sharing_fast_prefill"] else []
+        words.append(f"batch {reference['batch']}")
+    if row["config"]["dtype"] == "float32" and settings:
+        words.append((reference["environment"] or {}).get("TRITON_F32_DEFAULT", "tf32"))
+    return ", ".join(words)
+
+
+def _share(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{100 * row['result'][name]['upper_95']:.2g} %"
+
+
+def _flips(row: Row) -> str:
+    """All, and in parentheses ties, inside the noise, unexplained."""
+    classes = row["result"]["classes"]
+    counts = " / ".join(str(classes[kind]) for kind in ("tie", "noise", "unexplained"))
+    return f"{row['result']['flips_rate']['flips']} ({counts})"
+
+
 CASE: Column = ("workload", lambda row: row["case"])
 CASE_OF_KERNEL: Column = ("case", lambda row: row["case"])
 VARIANT: Column = ("implementation", variant)
@@ -181,6 +206,19 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("TFLOP/s", _rate("flops_per_s", 1)),
         ("TB/s", _rate("bytes_per_s", 3)),
         ("× vLLM", _derived("speedup_over_vllm", 2)),
+    ),
+    "parity": (
+        ("set", lambda row: row["case"]),
+        ("reference", _reference),
+        ("dtype", lambda row: row["config"]["dtype"]),
+        ("tokens", lambda row: _number(row["result"]["flips_rate"]["tokens"])),
+        ("longest", _result("longest")),
+        ("flips (tie / noise / unexplained)", _flips),
+        ("flip rate below", _share("flips_rate")),
+        ("unexplained below", _share("unexplained_rate")),
+        ("limit, nat", lambda row: f"{row['result']['noise_limit']['nats']:.2g}"),
+        ("largest flip margin", lambda row: f"{row['result']['largest_flip_margin']:.2g}"),
+        ("max Δlogprob", lambda row: f"{row['result']['delta_logprob']['max']:.1e}"),
     ),
     "ceilings": (
         ("measured", lambda row: row["case"]),

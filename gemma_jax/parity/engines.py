@@ -1,6 +1,7 @@
 """The engines that can be recorded: ours in this process, others in a worker or behind a URL.
 
-A worker is a script that another interpreter runs with two arguments. The first is a job, a JSON
+A worker is a script that another interpreter runs with two arguments a job; several jobs must be of
+one model, dtype and options, and share a loaded model. The first argument is the job, a JSON
 object: `model` (folder), `identity`, `dtype`, `logprobs`, `batch`, `max_tokens`, `teacher_force`,
 `requests` (each `id`, `prompt_token_ids` and, to be teacher-forced, `token_ids`) and what is the
 engine's own. The second is the file it writes: a line `{"header": …}` with engine, versions, device
@@ -8,10 +9,13 @@ and dtype, then for every request, in order, `id`, `token_ids` and `top`.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from gemma_jax.errors import CapacityError, ConfigError, UnsupportedError
 from gemma_jax.parity import openai_client
 from gemma_jax.parity.identity import model_identity
 from gemma_jax.parity.records import Stream
+from gemma_jax.parity.vllm_checkpoint import vllm_checkpoint
 
 ENGINES = ("gemma-jax", "transformers", "vllm", "openai-url")
 WORKERS = {"transformers": ("hf_worker.py", "torch"), "vllm": ("vllm_worker.py", "vllm")}
@@ -78,17 +83,56 @@ def record(job: Job) -> Recorded:
         return Recorded(*record_own(job))
     if job.engine == "openai-url":
         return Recorded(*openai_client.record_url(job))
-    return _run_worker(job)
+    return record_together([job])[0]
 
 
-def _run_worker(job: Job) -> Recorded:
+def record_together(
+    jobs: Sequence[Job],
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float | None = None,
+    log: Path | None = None,
+) -> list[Recorded]:
+    """Runs several jobs of one worker engine in one process, which loads the model once.
+
+    Args:
+      jobs: of one engine, model, dtype, interpreter and options.
+      environment: variables to set for the worker.
+      timeout_s: the worker and all that it started is stopped after this time.
+      log: keeps what the worker prints.
+
+    Raises:
+      UnsupportedError: the engine is not installed there.
+      CapacityError: it failed or took too long; the message ends with its last lines.
+    """
     from gemma_jax.model_source import resolve_model
 
-    identity = model_identity(job.model)
-    script, package = WORKERS[job.engine]
-    _require(job.python, package, job.engine)
-    message: dict[str, Any] = {
-        "model": str(resolve_model(job.model)),
+    first = jobs[0]
+    own = os.environ | dict(environment or {})
+    script, package = WORKERS[first.engine]
+    _require(first.python, package, first.engine, own)
+    identity = model_identity(first.model)
+    path = resolve_model(first.model)
+    copy = vllm_checkpoint(path) if first.engine == "vllm" else nullcontext(path)
+    with copy as model, tempfile.TemporaryDirectory(prefix="gemma-jax-parity-") as name:
+        folder = Path(name)
+        files = []
+        for i, job in enumerate(jobs):
+            files += [folder / f"{i}.json", folder / f"{i}.jsonl"]
+            files[-2].write_text(json.dumps(_message(job, model, identity)))
+        command = [first.python, str(Path(__file__).with_name(script)), *map(str, files)]
+        log = log or folder / "log"
+        code = _run(command, own, timeout_s, log)
+        if code != 0 or not all(file.is_file() for file in files[1::2]):
+            why = f"took more than {timeout_s} s" if code is None else f"ended with code {code}"
+            last = "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+            raise CapacityError(f"{first.engine} (of {first.python}) {why}:\n{last}")
+        return [_recorded(file, identity) for file in files[1::2]]
+
+
+def _message(job: Job, model: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": str(model),
         "identity": identity,
         "dtype": _worker_dtype(job),
         "logprobs": job.logprobs,
@@ -99,27 +143,39 @@ def _run_worker(job: Job) -> Recorded:
         "hidden": job.hidden,
         **job.options,
     }
-    with tempfile.TemporaryDirectory(prefix="gemma-jax-parity-") as folder:
-        job_file, output = Path(folder) / "job.json", Path(folder) / "out.jsonl"
-        job_file.write_text(json.dumps(message))
-        command = [job.python, str(Path(__file__).with_name(script)), str(job_file), str(output)]
-        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if ended.returncode or not output.is_file():
-            last = "\n".join(ended.stdout.splitlines()[-_LAST_LINES:])
-            raise CapacityError(
-                f"{job.engine} (of {job.python}) ended with code {ended.returncode}:\n{last}"
-            )
-        lines = [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def _run(
+    command: list[str], environment: Mapping[str, str], timeout_s: float | None, log: Path
+) -> int | None:
+    """Exit code; `None` when it was stopped. It has a process group of its own."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=dict(environment),
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _recorded(file: Path, identity: dict[str, Any]) -> Recorded:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
     return Recorded(lines[0]["header"] | {"model": identity}, lines[1:])
 
 
-def _require(python: str, package: str, engine: str) -> None:
+def _require(python: str, package: str, engine: str, environment: Mapping[str, str]) -> None:
     code = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
     try:
-        found = subprocess.run([python, "-c", code], capture_output=True).returncode == 0
+        done = subprocess.run([python, "-c", code], capture_output=True, env=dict(environment))
     except OSError as error:
         raise ConfigError(f"--python {python} cannot be run: {error.strerror}") from None
-    if not found:
+    if done.returncode:
         raise UnsupportedError(
             f"--engine {engine}: {python} has no {package}; name an interpreter that has it with"
             " --python"

@@ -111,20 +111,22 @@ def noise_limit(
     """The limit of a comparison.
 
     Args:
-      twin: the reference's float32 record of the same tokens.
+      twin: the reference's exact float32 record of the same tokens.
       dtype: of our run.
       given: a limit that the caller sets.
     """
     both_float32 = dtype == "float32" and reference.dtype in (None, "float32")
-    needs_verdict = not both_float32
+    # A twin of a float32 record: the record's products were rounded, as TF32 does.
+    needs_verdict = not both_float32 or twin is not None
     if given is not None:
         return NoiseLimit(given, "given", needs_verdict and twin is not None)
+    if twin is not None:
+        source = f"{NOISE_PERCENTILE} % of |Δmargin| between {reference.name} and {twin.name}"
+        least = FLOAT32_LIMIT if both_float32 else 0.0
+        return NoiseLimit(max(least, margin_noise(reference, twin)), source, True)
     if both_float32:
         return NoiseLimit(FLOAT32_LIMIT, "float32", False)
-    if twin is None:
-        return NoiseLimit(0.0, "no float32 record of the reference: only ties", True)
-    source = f"{NOISE_PERCENTILE} % of |Δmargin| between {reference.name} and {twin.name}"
-    return NoiseLimit(margin_noise(reference, twin), source, True)
+    return NoiseLimit(0.0, "no float32 record of the reference: only ties", True)
 
 
 def margin_noise(record: Record, twin: Record) -> float:

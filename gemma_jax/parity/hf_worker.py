@@ -1,4 +1,4 @@
-"""Runs transformers for `gemma-jax parity record`: `python hf_worker.py JOB.json OUT.jsonl`.
+"""Runs transformers for `gemma-jax parity record`: `python hf_worker.py JOB.json OUT.jsonl …`.
 
 A process of its own that imports torch and transformers and nothing of this package, so that any
 interpreter that has them can run it. The model is loaded in its dtype with eager attention: casting
@@ -223,14 +223,8 @@ def info(dtype: str) -> dict[str, Any]:
     }
 
 
-def main(job_file: str, output: str) -> None:
-    """Reads a job, writes the header fields and the rows, and the trace if one is asked for."""
-    job = json.loads(Path(job_file).read_text())
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    if job.get("threads"):
-        torch.set_num_threads(job["threads"])
-    model = load(job["model"], job["dtype"])
+def write(job: dict[str, Any], model: Any, output: str) -> None:
+    """The header fields and the rows of a job, and the trace if one is asked for."""
     header = info(str(model.dtype).removeprefix("torch."))
     if job.get("hidden"):
         arrays = capture(model, job["hidden"])
@@ -242,6 +236,18 @@ def main(job_file: str, output: str) -> None:
         print(json.dumps({"header": header}), file=file)
         for row in run(job, model):
             print(json.dumps(row), file=file)
+
+
+def main(*files: str) -> None:
+    """Reads jobs and writes their outputs: JOB OUT JOB OUT …; the model is loaded once."""
+    jobs = [json.loads(Path(name).read_text()) for name in files[::2]]
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    if jobs[0].get("threads"):
+        torch.set_num_threads(jobs[0]["threads"])
+    model = load(jobs[0]["model"], jobs[0]["dtype"])
+    for job, output in zip(jobs, files[1::2], strict=True):
+        write(job, model, output)
 
 
 if __name__ == "__main__":

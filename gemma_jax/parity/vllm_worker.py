@@ -1,8 +1,10 @@
-"""Runs vLLM for `gemma-jax parity record`: `python vllm_worker.py JOB.json OUT.jsonl`.
+"""Runs vLLM for `gemma-jax parity record`: `python vllm_worker.py JOB.json OUT.jsonl …`.
 
 A process of its own and the only file that imports vLLM; it imports nothing of this package, so any
 interpreter that has vLLM can run it. Greedy tokens come from ordinary generation; given tokens are
-scored as a prompt (`prompt_logprobs`). See `engines.py` for the job and the output.
+scored as a prompt (`prompt_logprobs`). Several jobs share one engine, which is as large as the
+largest needs; a job of a smaller batch is handed over in parts of its size. See `engines.py` for
+the job and the output.
 
 In float32, set TRITON_F32_DEFAULT=ieee in the environment to keep TF32 out of the Triton attention.
 """
@@ -26,24 +28,24 @@ ENVIRONMENT = ("TRITON_F32_DEFAULT", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_USE_
 LOGPROB_DECIMALS = 7
 
 
-def build(job: dict[str, Any]) -> Any:
-    """The engine: no tokenizer, no prefix cache, and what the job's `vllm` says."""
+def build(jobs: list[dict[str, Any]]) -> Any:
+    """The engine: no tokenizer, no prefix cache, and what the jobs' `vllm` says."""
     from vllm import LLM
 
-    options = dict(job["vllm"])
+    options = dict(jobs[0]["vllm"])
     attention = options.pop("attention", None)
     if attention:
         options["attention_config"] = {"backend": attention}
-    longest = max(_length(job, request) for request in job["requests"])
+    longest = max(_length(job, request) for job in jobs for request in job["requests"])
     return LLM(
-        model=job["model"],
-        dtype=job["dtype"],
+        model=jobs[0]["model"],
+        dtype=jobs[0]["dtype"],
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
-        max_num_seqs=job["batch"],
+        max_num_seqs=max(job["batch"] for job in jobs),
         max_model_len=longest + 1,
         # One more than the longest list that a token's own logprob makes.
-        max_logprobs=job["logprobs"] + 1,
+        max_logprobs=max(job["logprobs"] for job in jobs) + 1,
         **options,
     )
 
@@ -68,10 +70,9 @@ def generate(llm: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
         max_tokens=limit, min_tokens=limit, ignore_eos=True, temperature=0.0, detokenize=False,
         logprobs=job["logprobs"],
     )  # fmt: skip
-    prompts = [{"prompt_token_ids": r["prompt_token_ids"]} for r in job["requests"]]
+    prompts = [r["prompt_token_ids"] for r in job["requests"]]
     rows = []
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    for request, output in zip(job["requests"], outputs, strict=True):
+    for request, output in zip(job["requests"], _outputs(llm, job, prompts, params), strict=True):
         completion = output.outputs[0]
         top = [best_first(step) for step in completion.logprobs]
         rows.append({"id": request["id"], "token_ids": list(completion.token_ids), "top": top})
@@ -85,20 +86,26 @@ def score(llm: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
     params = SamplingParams(
         max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=job["logprobs"]
     )
-    prompts = [
-        {"prompt_token_ids": r["prompt_token_ids"] + r["token_ids"]} for r in job["requests"]
-    ]
+    prompts = [r["prompt_token_ids"] + r["token_ids"] for r in job["requests"]]
     rows = []
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    for request, output in zip(job["requests"], outputs, strict=True):
+    for request, output in zip(job["requests"], _outputs(llm, job, prompts, params), strict=True):
         steps = output.prompt_logprobs[len(request["prompt_token_ids"]) :]
         top = [best_first(step) for step in steps]
         rows.append({"id": request["id"], "token_ids": request["token_ids"], "top": top})
     return rows
 
 
-def info(job: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a record's header that only this process knows."""
+def _outputs(llm: Any, job: dict[str, Any], prompts: list[list[int]], params: Any) -> list[Any]:
+    """The engine's outputs, `batch` prompts at a time."""
+    outputs: list[Any] = []
+    for first in range(0, len(prompts), job["batch"]):
+        part = [{"prompt_token_ids": ids} for ids in prompts[first : first + job["batch"]]]
+        outputs += llm.generate(part, params, use_tqdm=False)
+    return outputs
+
+
+def info(job: dict[str, Any], batch: int) -> dict[str, Any]:
+    """The fields of a record's header that only this process knows; `batch` is the engine's."""
     import torch
 
     return {
@@ -110,7 +117,7 @@ def info(job: dict[str, Any]) -> dict[str, Any]:
             "count": torch.cuda.device_count(),
         },
         "dtype": job["dtype"],
-        "vllm": job["vllm"],
+        "vllm": job["vllm"] | {"max_num_seqs": batch},
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
 
@@ -122,15 +129,17 @@ def _version(name: str) -> str | None:
         return None
 
 
-def main(job_file: str, output: str) -> None:
-    """Reads a job, writes the header fields and the rows."""
-    job = json.loads(Path(job_file).read_text())
-    llm = build(job)
-    rows = score(llm, job) if job["teacher_force"] else generate(llm, job)
-    with open(output, "w") as file:
-        print(json.dumps({"header": info(job)}), file=file)
-        for row in rows:
-            print(json.dumps(row), file=file)
+def main(*files: str) -> None:
+    """Reads jobs and writes header fields and rows of each: JOB OUT JOB OUT …"""
+    jobs = [json.loads(Path(name).read_text()) for name in files[::2]]
+    llm = build(jobs)
+    batch = max(job["batch"] for job in jobs)
+    for job, output in zip(jobs, files[1::2], strict=True):
+        rows = score(llm, job) if job["teacher_force"] else generate(llm, job)
+        with open(output, "w") as file:
+            print(json.dumps({"header": info(job, batch)}), file=file)
+            for row in rows:
+                print(json.dumps(row), file=file)
 
 
 if __name__ == "__main__":

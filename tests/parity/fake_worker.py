@@ -12,7 +12,9 @@ class Entry:
 class LLM:
     def __init__(self, **settings):
         import json, os
-        open(os.environ["SETTINGS_FILE"], "w").write(json.dumps(settings))
+        seen = {name: os.environ.get(name) for name in ("TRITON_F32_DEFAULT", "VLLM_CACHE_ROOT")}
+        with open(os.environ["SETTINGS_FILE"], "a") as file:
+            print(json.dumps(settings | seen), file=file)
 
     def generate(self, prompts, params, use_tqdm):
         import types

@@ -10,7 +10,7 @@ from record_files import HEADER, TableModel, row, write
 from gemma_jax.errors import RecordError
 from gemma_jax.parity import bounds
 from gemma_jax.parity.compare import compare
-from gemma_jax.parity.flips import FlipClass, margin_noise
+from gemma_jax.parity.flips import FLOAT32_LIMIT, FlipClass, margin_noise
 from gemma_jax.parity.records import read_record
 from gemma_jax.parity.summary import position_rows, result, text_table
 
@@ -96,6 +96,22 @@ def test_candidate_that_the_reference_does_not_list_is_unexplained(tmp_path):
     (flip,) = compare(record(tmp_path), model(*strange), "bfloat16", noise=9.0).flips
     assert (flip.kind, flip.reference_margin) == (FlipClass.UNEXPLAINED, math.inf)
     assert flip.as_json()["reference_margin"] is None
+
+
+def test_float32_record_of_rounded_products_is_judged_by_its_exact_twin(tmp_path):
+    rounded = record(tmp_path, TOP, FLOAT32, "tf32.jsonl")
+    twin = record(tmp_path, FLOAT32_TOP, FLOAT32, "ieee.jsonl")
+    (flip,) = compare(rounded, model(*swapped(1)), "float32").flips
+    assert flip.kind == FlipClass.UNEXPLAINED
+    comparison = compare(rounded, model(*swapped(1)), "float32", twin=twin)
+    (flip,) = comparison.flips
+    assert (flip.kind, flip.float32.agrees) == (FlipClass.NOISE, True)
+    assert comparison.limit.nats == pytest.approx(0.07, rel=0.01)
+
+
+def test_exact_twin_of_an_exact_record_leaves_the_limit_of_float32(tmp_path):
+    exact = record(tmp_path, TOP, FLOAT32)
+    assert compare(exact, model(*TOP), "float32", twin=exact).limit.nats == FLOAT32_LIMIT
 
 
 def test_noise_needs_our_float32_run_to_agree_with_the_references(tmp_path):

@@ -59,7 +59,7 @@ def test_vllm_worker_generates_and_scores(record, vllm):
     )  # fmt: skip
     assert code == EXIT_OK
     assert read_record(scored).streams[0].sequence == got.streams[0].sequence
-    assert json.loads(settings.read_text())["kv_sharing_fast_prefill"] is True
+    assert json.loads(settings.read_text().splitlines()[-1])["kv_sharing_fast_prefill"] is True
     header = json.loads(scored.read_text().splitlines()[0])["header"]
     assert header["settings"]["teacher_force"] == "r.jsonl"
 

@@ -12,10 +12,9 @@ from gemma_jax.cli import EXIT_OK, options
 from gemma_jax.cli.prompts import PromptFile
 from gemma_jax.errors import ConfigError, RecordError
 from gemma_jax.model_source import resolve_model
-from gemma_jax.parity.engines import WORKERS, Job, Recorded, record
-from gemma_jax.parity.records import NO_CANDIDATE, Stream, read_record
-from gemma_jax.parity.write import write_json_lines
-from gemma_jax.records import make_header
+from gemma_jax.parity.engines import WORKERS, Job, record
+from gemma_jax.parity.record_file import write_record
+from gemma_jax.parity.records import Stream, read_record
 from gemma_jax.sampling_params import MAX_LOGPROBS
 from gemma_jax.tokenizer import Tokenizer, require_tokenizer
 
@@ -26,11 +25,9 @@ API_KEY_VARIABLE = "OPENAI_API_KEY"
 def run(args: argparse.Namespace) -> int:
     """Run the engine and write the record."""
     job = _job(args)
-    recorded = record(job)
-    rows = [_row(stream, row) for stream, row in zip(job.requests, recorded.rows, strict=True)]
-    write_json_lines(args.output, [{"header": _header(args, recorded)}, *rows])
-    tokens = sum(len(row["token_ids"]) for row in rows)
-    print(f"{args.output}: {len(rows)} rows, {tokens} tokens", file=sys.stderr)
+    source = os.path.basename(args.teacher_force) if args.teacher_force else None
+    tokens = write_record(args.output, job, record(job), source)
+    print(f"{args.output}: {len(job.requests)} rows, {tokens} tokens", file=sys.stderr)
     return EXIT_OK
 
 
@@ -138,30 +135,3 @@ def _prompts(args: argparse.Namespace) -> tuple[Stream, ...]:
                 raise RecordError(f"{args.prompts}: prompt {prompt.id!r} has no tokens")
             streams.append(Stream(prompt.id, np.array(ids, np.int32), np.zeros(0, np.int32)))
     return tuple(streams)
-
-
-def _row(stream: Stream, row: dict[str, Any]) -> dict[str, Any]:
-    """The record row: prompt, tokens, each token's own logprob, candidates."""
-    own = [dict(map(tuple, at)).get(t) for t, at in zip(row["token_ids"], row["top"], strict=True)]
-    return {
-        "id": stream.id,
-        "prompt_token_ids": stream.prompt.tolist(),
-        "token_ids": row["token_ids"],
-        "logprobs": own,
-        "top": [[pair for pair in at if pair[0] != NO_CANDIDATE] for at in row["top"]],
-    }
-
-
-def _header(args: argparse.Namespace, recorded: Recorded) -> dict[str, Any]:
-    """The engine's own fields over those that this process knows."""
-    settings = {
-        "max_num_seqs": args.max_num_seqs or DEFAULT_BATCH,
-        "logprobs": args.logprobs,
-        "dtype": args.dtype,
-    }
-    if args.teacher_force:
-        settings["teacher_force"] = os.path.basename(args.teacher_force)
-    else:
-        settings |= {"max_tokens": args.max_tokens, "temperature": 0, "ignore_eos": True}
-    given = recorded.header.get("settings") or {}
-    return make_header(given | settings) | {**recorded.header, "settings": given | settings}
