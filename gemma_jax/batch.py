@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from gemma_jax.batch_input import BatchInput, BatchRow, RowId
+from gemma_jax.batch_input import BatchInput, BatchRow
 from gemma_jax.batch_output import Output
 from gemma_jax.errors import CapacityError, ConfigError, GemmaError, UnsupportedError
+from gemma_jax.request_lines import RowId
 from gemma_jax.serve.bodies import field_of
 from gemma_jax.serve.exchange import Exchange, open_exchange
 from gemma_jax.serve.request import CompletionDelta, EngineRequest

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self
 
-from gemma_jax.batch_input import RowId
 from gemma_jax.errors import ConfigError
 from gemma_jax.jsonlines import encode_line, is_regular, lock_output, open_output
+from gemma_jax.request_lines import RowId
 
 ROW_START = b'{"id":"batch_'
 

@@ -4,16 +4,12 @@ import hashlib
 import io
 import itertools
 import json
-import shutil
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from gemma_jax.errors import ConfigError
-
-FIELDS = ("id", "prompt", "prompt_token_ids")
+from gemma_jax.request_lines import BadLineError, LineFile, json_object, prompt_of
 
 
 @dataclass(frozen=True)
@@ -33,37 +29,18 @@ class Prompt:
     error: str | None = None
 
 
-class PromptFile:
+class PromptFile(LineFile):
     """JSON lines of prompts, read anew for every pass so that they may be larger than memory.
 
-    Args:
-      file: seekable; closed with this object.
-      name: of the file in messages.
+    Attributes:
+      num_prompts: how many there are.
+      sha256: of their lines.
 
     Raises:
       ConfigError: the file cannot be read, has no rows, or has an id twice.
     """
 
-    def __init__(self, file: BinaryIO, name: str):
-        self._file = file
-        self.name = name
-        try:
-            self.num_prompts, self.sha256 = self._scan()
-        except BaseException:
-            self.close()
-            raise
-
-    @classmethod
-    def open(cls, path: str) -> Self:
-        """Return the prompts of a file; "-" copies stdin to a temporary file first."""
-        try:
-            if path != "-":
-                return cls(open(path, "rb"), path)
-            spool = tempfile.TemporaryFile()
-            shutil.copyfileobj(sys.stdin.buffer, spool)
-            return cls(spool, "stdin")
-        except OSError as error:
-            raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}") from error
+    what = "--prompts"
 
     @classmethod
     def from_texts(cls, texts: list[str]) -> Self:
@@ -71,11 +48,11 @@ class PromptFile:
         rows = [{"id": index, "prompt": text} for index, text in enumerate(texts)]
         return cls(io.BytesIO("\n".join(map(json.dumps, rows)).encode()), "--prompt")
 
-    def _scan(self) -> tuple[int, str]:
+    def _scan(self) -> None:
         digest = hashlib.sha256()
         first_line: dict[str | int, int] = {}
         count = 0
-        for number, line in self._lines():
+        for number, line in self.lines():
             digest.update(line)
             count += 1
             row_id = _parse(number, line)[0]
@@ -89,87 +66,35 @@ class PromptFile:
             first_line[row_id] = number
         if not count:
             raise ConfigError(f"{self.name} has no rows")
-        return count, digest.hexdigest()
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (line number from 1, line) of the lines that are not blank."""
-        self._file.seek(0)
-        for number, line in enumerate(self._file, start=1):
-            if line.strip():
-                yield number, line
+        self.num_prompts, self.sha256 = count, digest.hexdigest()
 
     def ids(self) -> Iterator[str | int | None]:
         """Yield the id of each prompt."""
-        return (_parse(number, line)[0] for number, line in self._lines())
+        return (_parse(number, line)[0] for number, line in self.lines())
 
     def prompts(self, start: int = 0) -> Iterator[Prompt]:
         """Yield the prompts from position `start` on."""
-        rows = itertools.islice(enumerate(self._lines()), start, None)
+        rows = itertools.islice(enumerate(self.lines()), start, None)
         for position, (number, line) in rows:
             row_id, request, error = _parse(number, line)
             yield Prompt(position, row_id, request, error)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class _BadRow(Exception):
-    """A row is not usable; the text says why."""
 
 
 def _parse(number: int, line: bytes) -> tuple[str | int | None, dict[str, Any] | None, str | None]:
     """Return (id, request, None) of a line, or (id or None, None, error)."""
     row_id = None
     try:
-        row = _parse_json(line)
+        row = json_object(line)
         row_id = _checked_id(row)
-        return row_id, _checked_request(row), None
-    except _BadRow as error:
+        return row_id, prompt_of(row), None
+    except BadLineError as error:
         return row_id, None, f"line {number}: {error}"
-
-
-def _parse_json(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise _BadRow(f"not UTF-8 text: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise _BadRow(f"not valid JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise _BadRow(f"a JSON {type(row).__name__}; expected an object")
-    return row
 
 
 def _checked_id(row: dict[str, Any]) -> str | int:
     if "id" not in row:
-        raise _BadRow('no "id"; expected a string or an integer')
+        raise BadLineError('no "id"; expected a string or an integer')
     row_id = row["id"]
     if isinstance(row_id, bool) or not isinstance(row_id, str | int):
-        raise _BadRow(f'"id" is {row_id!r}; expected a string or an integer')
+        raise BadLineError(f'"id" is {row_id!r}; expected a string or an integer')
     return row_id
-
-
-def _checked_request(row: dict[str, Any]) -> dict[str, Any]:
-    unknown = [name for name in row if name not in FIELDS]
-    if unknown:
-        raise _BadRow(f"unknown field {unknown[0]!r} (allowed: {', '.join(FIELDS)})")
-    given = [name for name in FIELDS[1:] if name in row]
-    if len(given) != 1:
-        raise _BadRow('expected one of "prompt" and "prompt_token_ids"')
-    value = row[given[0]]
-    if given[0] == "prompt" and not isinstance(value, str):
-        raise _BadRow(f'"prompt" is a {type(value).__name__}; expected a string')
-    if given[0] == "prompt_token_ids" and not _is_id_list(value):
-        raise _BadRow('"prompt_token_ids" is not a list of integers')
-    return {given[0]: value}
-
-
-def _is_id_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
