@@ -33,17 +33,25 @@ def main(arguments: list[str]) -> int:
     """Runs the job and reports one row."""
     parser = argparse.ArgumentParser(prog="python -m bench.batch", description=__doc__)
     parser.add_argument("--model", default="nano")
-    parser.add_argument("--num-prompts", type=int, default=1000, metavar="N")
-    parser.add_argument("--max-tokens", type=int, default=32, metavar="N")
+    parser.add_argument("--num-prompts", type=_count, default=1000, metavar="N")
+    parser.add_argument("--max-tokens", type=_count, default=32, metavar="N")
     parser.add_argument("--output-json", type=Path, metavar="PATH")
     parser.add_argument("--commit", metavar="HASH")
     args = parser.parse_args(arguments)
+    if args.output_json is not None and not args.output_json.is_dir():
+        args.output_json.touch()  # before the job rather than after it
     report = Report(args.output_json, Source.find(args.commit))
     case = f"{args.num_prompts} short prompts + {args.max_tokens}"
     row = Row("batch", case, command=command_line("batch", arguments))
-    row.config = {"model": args.model}
+    row.config = {"model": args.model, "max_tokens": args.max_tokens}
     report.add(guarded(row, lambda row: _fill(row, args)))
     return report.finish()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least 1")
+    return int(text)
 
 
 def _fill(row: Row, args: argparse.Namespace) -> None:

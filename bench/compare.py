@@ -72,6 +72,8 @@ def variant(row: Row) -> str:
     parts = [row["implementation"]]
     if config.get("fast_prefill") is False:
         parts.append("no fast prefill")
+    if config.get("batch_invariant"):
+        parts.append("batch-invariant")
     if config.get("rounding", "hf") != "hf":
         parts.append(f"rounding {config['rounding']}")
     if config.get("kernels", "auto") != "auto":
@@ -187,6 +189,13 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ("RssAnon before GiB", _result("rss_anon_before_bytes", 2, 2**30)),
         ("peak RSS GiB", _result("peak_rss_bytes", 2, 2**30)),
         ("peak device GiB", _peak_gib),
+    ),
+    "batch": (
+        ("job", lambda row: row["case"]),
+        ("model", lambda row: row["config"]["model"]),
+        ("seconds, all included", _result("seconds", 1)),
+        ("generated tok/s", _derived("generated_tok_per_s")),
+        ("peak RSS GiB", _result("peak_rss_bytes", 2, 2**30)),
     ),
     KERNELS: (
         ("op", lambda row: row["bench"].removeprefix(f"{KERNELS}-")),

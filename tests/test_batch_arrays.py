@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 
-from gemma_jax.batch_arrays import sampling_table
+from gemma_jax.batch_arrays import sampling_statics, sampling_table
 from gemma_jax.sampling_params import SamplingParams
 from gemma_jax.sequence import Sequence
 
@@ -20,3 +20,17 @@ def test_values_beyond_the_dtype_of_their_column_become_its_largest():
     largest = np.finfo(np.float32).max
     assert (table.temperature[0], table.repetition_penalty[0]) == (largest, largest)
     assert (table.top_k[0], table.min_tokens[0]) == (2**31 - 1, 7)
+
+
+def sequence(**params):
+    return Sequence([2], SamplingParams(**params), 0, np.zeros(2, np.uint32), 7, (), None)
+
+
+def test_in_batch_invariant_mode_no_neighbour_decides_how_many_candidates_a_row_has():
+    asked = {"temperature": 1.0, "top_k": 20, "top_p": 0.9}
+    alone, neighbours = [sequence(**asked)], [{}, {"top_k": 500}, {"temperature": 0.0}]
+    batches = [alone, *([*alone, sequence(**{"temperature": 1.0} | n)] for n in neighbours)]
+    usual = {sampling_statics(batch, 4096).candidates for batch in batches}
+    assert usual == {64, 1024, 0}
+    assert {sampling_statics(batch, 4096, True).candidates for batch in batches} == {0}
+    assert sampling_statics([sequence(temperature=0.0)], 4096, True).candidates is None

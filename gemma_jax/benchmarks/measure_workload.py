@@ -1,5 +1,6 @@
 """One workload on one model: time it, check that every token came, derive the rates."""
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from gemma_jax.benchmarks.workload import Workload
 from gemma_jax.errors import GemmaError, RequestError
 from gemma_jax.llm import LLM
 from gemma_jax.sampling_params import SamplingParams
+from gemma_jax.serve.request import EngineRequest
 
 
 class WorkloadRunner:
@@ -50,14 +52,20 @@ class WorkloadRunner:
                 )
 
     def compile_ahead(self, workloads: Sequence[Workload]) -> int:
-        """Compiles what the workloads need, side by side; the number of programs."""
-        return self.llm.engine.compile_for(
-            [
-                self.llm.make_request(prompt, self._params(workload), f"ahead-{i}")
-                for i, prompt in enumerate(self.prompts(workload))
-            ]
-            for workload in workloads
-        )
+        """Compiles what the workloads need, side by side; the number of programs.
+
+        A workload that cannot run is left out: its own row says why.
+        """
+        batches: list[list[EngineRequest]] = []
+        for workload in workloads:
+            with contextlib.suppress(GemmaError):
+                batches.append(
+                    [
+                        self.llm.make_request(prompt, self._params(workload), f"ahead-{i}")
+                        for i, prompt in enumerate(self.prompts(workload))
+                    ]
+                )
+        return self.llm.engine.compile_for(batches)
 
     def measure(self, workload: Workload, warmup: int, iters: int) -> Timing:
         return measure(

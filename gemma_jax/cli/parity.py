@@ -26,7 +26,9 @@ own; either may live in another environment, named by --python.
 """
 MATRIX_EPILOG = """\
 The first cell of each context (batch 1, no fast prefill, reference kernels, the first chunk size)
-is the baseline of the others. Exit code 1 means an unexplained difference in some cell.
+is the baseline of the others. Exit code 1 means an unexplained difference in some cell, or that no
+cell could be compared. With --batch-invariant the baseline has the kernels of the cells, and any
+other bit of a token or log-probability is a failure.
 """
 
 
@@ -210,12 +212,13 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             name, type=_positions, default=default, metavar="N,N,…", help=f"{text} (%(default)s)"
         )
-    for name, default, choices in (
-        ("--fast-prefills", "on,off", ("on", "off")),
-        ("--kernels", "reference,pallas", ("auto", "reference", "pallas")),
-    ):
+    for name, default, choices, text in (
+        ("--fast-prefills", "on,off", ("on", "off"), "on,off"),
+        ("--kernels", None, ("auto", "reference", "pallas"),
+         "reference,pallas; auto with --batch-invariant"),
+    ):  # fmt: skip
         group.add_argument(
-            name, type=_choices(choices), default=default, metavar="A,B", help="(%(default)s)"
+            name, type=_choices(choices), default=default, metavar="A,B", help=f"({text})"
         )
     _number(group, "--prompts-per-context", 8, "different prompts; a batch repeats them in turn")
     _number(group, "--max-tokens", 32, "tokens to generate from each")

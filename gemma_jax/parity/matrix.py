@@ -24,6 +24,7 @@ from gemma_jax.parity.compare import Judge, compare, free_run_of
 from gemma_jax.parity.flips import FLOAT32_LIMIT, NoiseLimit, count_classes, margin_noise
 from gemma_jax.parity.records import Candidates, Record, Stream
 from gemma_jax.parity.score import greedy, teacher_forced
+from gemma_jax.records import LOGPROB_DECIMALS
 
 FIRST_ID = 3
 """Random prompts leave out padding, EOS and BOS, which have the lowest ids."""
@@ -95,10 +96,15 @@ class Plan:
     noise: float | None = None
     batch_invariant: bool = False
 
+    @property
+    def decimals(self) -> int | None:
+        """Of log-probabilities in rows: as in records, or every bit where bits are promised."""
+        return None if self.batch_invariant else LOGPROB_DECIMALS
+
     def cells(self) -> Iterator[Cell]:
         """Each context's baseline, then its cells."""
         for context in self.contexts:
-            plainest = "auto" if self.batch_invariant else "reference"
+            plainest = self.kernels[0] if self.batch_invariant else "reference"
             yield Cell(context, 1, False, plainest, self.chunks[0], is_baseline=True)
             axes = (self.batches, self.fast_prefills, self.kernels, self.chunks)
             for batch, fast, kernels, chunk in itertools.product(*axes):
@@ -186,7 +192,8 @@ class Matrix:
             "tokens": sum(len(s.tokens) for s in streams),
             "noise": self._noise(cell, streams),
             "streams": [
-                {"token_ids": s.tokens.tolist(), "top": s.candidates.as_pairs()} for s in streams
+                {"token_ids": s.tokens.tolist(), "top": s.candidates.as_pairs(self.plan.decimals)}
+                for s in streams
             ],
         }
 
@@ -209,7 +216,7 @@ class Matrix:
         runs = self._generate(cell, expected)
         limit = NoiseLimit(baseline["noise"], "own float32 run", needs_verdict=False)
         free = free_run_of(expected, runs, cell.batch, Judge(expected, None, {}, limit))
-        deltas, equal = _differences(expected, runs, free.agreed)
+        deltas, equal = _differences(expected, runs, free.agreed, self.plan.decimals)
         agreed = sum(free.agreed)
         return {
             "sequences": len(expected),
@@ -268,18 +275,21 @@ class Matrix:
 
 
 def _differences(
-    expected: Sequence[Stream], runs: Sequence[tuple[list[int], Candidates]], agreed: Sequence[int]
+    expected: Sequence[Stream],
+    runs: Sequence[tuple[list[int], Candidates]],
+    agreed: Sequence[int],
+    decimals: int | None,
 ) -> tuple[float, int]:
-    """Largest |Δlogprob| of shared candidates before the first difference; bit-equal sequences.
+    """Largest |Δlogprob| of shared candidates before the first difference; equal sequences.
 
-    Recorded log-probabilities have seven decimals, and so many are compared.
+    Log-probabilities are compared to so many decimals; None compares every bit.
     """
     worst, equal = 0.0, 0
     for stream, (ids, top), same in zip(expected, runs, agreed, strict=True):
         theirs = stream.candidates
         delta = np.abs(top.logprob_of(theirs.ids[: len(ids)]) - theirs.logprobs[: len(ids)])[:same]
         worst = max(worst, float(delta[np.isfinite(delta)].max(initial=0.0)))
-        equal += top.as_pairs() == theirs.as_pairs()
+        equal += top.as_pairs(decimals) == theirs.as_pairs(decimals)
     return worst, equal
 
 

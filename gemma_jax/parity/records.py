@@ -52,11 +52,14 @@ class Candidates:
         found = np.take_along_axis(self.logprobs, at, axis=1)
         return np.where(match.any(-1), found, np.nan).reshape(ids.shape)
 
-    def as_pairs(self) -> list[list[list[Any]]]:
-        """The field `top` of a record row: [[id, logprob], …] a position, without padding."""
+    def as_pairs(self, decimals: int | None = LOGPROB_DECIMALS) -> list[list[list[Any]]]:
+        """The field `top` of a record row: [[id, logprob], …] a position, without padding.
+
+        `decimals=None` keeps every bit.
+        """
         return [
             [
-                [token, round(logprob, LOGPROB_DECIMALS)]
+                [token, logprob if decimals is None else round(logprob, decimals)]
                 for token, logprob in zip(ids, logprobs, strict=True)
                 if token != NO_CANDIDATE
             ]

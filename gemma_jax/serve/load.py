@@ -1,10 +1,10 @@
 """Makes the engine of a model in the process that runs it, and compiles what it will need."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gemma_jax.buckets import chunk_buckets, decode_row_buckets
-from gemma_jax.engine_config import MAX_CHUNK
 from gemma_jax.sampling_params import SamplingParams
 from gemma_jax.serve.engine_process import LoadedEngine
 from gemma_jax.serve.request import EngineRequest
@@ -40,7 +40,7 @@ def warm_up(llm: "LLM") -> None:
         llm.engine.compile_for(usual_batches(llm))
     for params in _usual_params(llm):
         for count in (1, llm.max_num_seqs):
-            for request in _requests(llm, count, 1, params):
+            for request in _requests(llm, count, [0], params):
                 llm.engine.add(request)
             while llm.engine.has_work:
                 llm.engine.step()
@@ -48,13 +48,16 @@ def warm_up(llm: "LLM") -> None:
 
 def usual_batches(llm: "LLM") -> Iterator[list[EngineRequest]]:
     """Requests for every number of decoding rows, and a prompt of every length of a chunk."""
+    from gemma_jax.engine_config import MAX_CHUNK  # JAX again
+
     longest = min(llm.engine_config.mixed_tokens(), MAX_CHUNK)
+    other = itertools.count()  # a prompt that the prefix cache knows would be cut shorter
     for params in _usual_params(llm):
         for count in decode_row_buckets(llm.max_num_seqs):
-            yield _requests(llm, count, 1, params)
+            yield _requests(llm, count, [next(other)], params)
         for length in chunk_buckets(longest):
             if length + 2 * llm.engine_config.decode_steps <= llm.max_model_len:
-                yield _requests(llm, 1, length, params)
+                yield _requests(llm, 1, [next(other)] * length, params)
 
 
 def _usual_params(llm: "LLM") -> list[SamplingParams]:
@@ -64,5 +67,7 @@ def _usual_params(llm: "LLM") -> list[SamplingParams]:
     return [usual, usual.replace(temperature=0.0)]
 
 
-def _requests(llm: "LLM", count: int, length: int, params: SamplingParams) -> list[EngineRequest]:
-    return [llm.make_request([0] * length, params, f"warm-up-{i}") for i in range(count)]
+def _requests(
+    llm: "LLM", count: int, prompt: list[int], params: SamplingParams
+) -> list[EngineRequest]:
+    return [llm.make_request(prompt, params, f"warm-up-{i}") for i in range(count)]

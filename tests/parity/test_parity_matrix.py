@@ -182,7 +182,8 @@ def test_in_batch_invariant_mode_any_other_bit_fails(fake):
         FakeLLM.made.clear()
 
 
-def test_the_matrix_refuses_reference_kernels_in_batch_invariant_mode(tmp_path, capsys):
+def test_the_matrix_refuses_kernels_of_two_kinds_in_batch_invariant_mode(tmp_path, capsys):
     argv = ["parity", "matrix", "--batch-invariant", "--output", str(tmp_path / "m.jsonl")]
+    argv += ["--kernels", "auto,pallas"]
     assert main(argv) == EXIT_BAD_INPUT
-    assert "--kernels reference,pallas: --batch-invariant runs auto" in capsys.readouterr().err
+    assert "--kernels auto,pallas: with --batch-invariant give one" in capsys.readouterr().err

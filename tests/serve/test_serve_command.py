@@ -118,6 +118,8 @@ def test_a_gpu_compiles_every_number_of_rows_and_every_length_of_a_chunk(monkeyp
     sizes = [(len(batch), len(batch[0].prompt_token_ids)) for batch in compiled]
     once = [(1, 1), (4, 1), (16, 1), (20, 1), (1, 32), (1, 64), (1, 128)]
     assert sizes == [*once, *once]  # 256 tokens leave no room for an answer
+    firsts = [batch[0].prompt_token_ids[0] for batch in compiled]
+    assert len(set(firsts)) == len(firsts)  # a prefix known to the cache would shorten the chunk
     assert [batch[0].params.temperature == 0 for batch in compiled] == [False] * 7 + [True] * 7
 
 
