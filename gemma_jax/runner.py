@@ -405,7 +405,7 @@ class Runner:
         )
 
     def _call(self, program: Any, static: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
-        """Runs a jitted program."""
+        """Runs a jitted program; `serve/rehearsal.py` compiles it here instead."""
         return program(*static, *arrays)
 
     def _program(self, layout: CacheLayout) -> Program:

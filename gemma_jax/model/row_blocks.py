@@ -48,7 +48,10 @@ def fold_blocks[Carry](
         block = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, at, size), rows)
         carry, new = f(carry, lax.optimization_barrier(block))
         new = lax.optimization_barrier(new)
-        put = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, at, axis=0)  # noqa: E731
+
+        def put(x: jax.Array, y: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(x, y, at, axis=0)
+
         return carry, jax.tree.map(put, out, new)
 
     carry, out = lax.fori_loop(0, (last + size - 1) // size, body, (carry, out))
