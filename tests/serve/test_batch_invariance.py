@@ -5,7 +5,6 @@ These programs are compiled as a user's are: what XLA makes of them is what is c
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from engine_helpers import complete, make_engine, request
@@ -17,8 +16,7 @@ from gemma_jax.numerics import Numerics
 from gemma_jax.score import score_tokens
 
 LENGTHS = (1, 15, 16, 17, 23, 24, 25, 51)
-STEPS = {AUTO: 40, Kernels("pallas"): 6}
-"""Tokens of a request; interpreted kernels are slow."""
+STEPS = 40
 
 ASKED = {
     5: {"top_k": 20, "top_p": 0.9},
@@ -33,7 +31,6 @@ ASKED = {
     params=[
         (AUTO, "float32"),
         pytest.param((AUTO, "bfloat16"), marks=pytest.mark.slow),
-        pytest.param((Kernels("pallas"), "float32"), marks=pytest.mark.slow),
         pytest.param((Kernels("pallas"), "bfloat16"), marks=pytest.mark.gpu),
     ],
     ids=lambda x: f"{x[0]} {x[1]}",
@@ -48,21 +45,14 @@ def runner(request):
 def make_requests(runner):
     def make(seed=0, **settings):
         rng = np.random.default_rng(seed)
-        steps = STEPS[runner.kernels]
         prompts = [rng.integers(3, 256, n).tolist() for n in LENGTHS]
         asked = {} if runner.numerics.is_float32 else ASKED
         return [
-            request(p, steps, f"{seed}-{i}", **asked.get(i, {}) | settings)
+            request(p, STEPS, f"{seed}-{i}", **asked.get(i, {}) | settings)
             for i, p in enumerate(prompts)
         ]
 
     return make
-
-
-@pytest.fixture
-def unless_interpreted(runner):
-    if runner.kernels != AUTO and jax.default_backend() == "cpu":
-        pytest.skip("interpreted kernels are slow, and compared in other company already")
 
 
 def bits(outputs):
@@ -102,13 +92,11 @@ def test_alone_and_in_other_company_and_slots(runner, make_requests, expected):
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("unless_interpreted")
 def test_however_prompts_are_cut_and_steps_are_grouped(runner, make_requests, expected, settings):
     assert bits(complete(make_engine(runner, **settings), make_requests())) == expected
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unless_interpreted")
 def test_preempted_and_computed_again(runner, make_requests, expected):
     if runner.kernels != AUTO:
         pytest.skip("so few tokens need no second page")
@@ -118,7 +106,6 @@ def test_preempted_and_computed_again(runner, make_requests, expected):
     assert engine.stats().preemptions > 0
 
 
-@pytest.mark.usefixtures("unless_interpreted")
 def test_with_pages_of_the_prefix_cache(runner, make_requests):
     engine = make_engine(runner)
     (first,) = complete(engine, [request(make_requests()[-1].prompt_token_ids, 20, "turn 1")])
@@ -131,7 +118,6 @@ def test_with_pages_of_the_prefix_cache(runner, make_requests):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unless_interpreted")
 def test_whatever_the_neighbours_ask_for(runner, make_requests, expected):
     kinds = [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"presence_penalty": 1.0}]
     neighbours = [make_requests(seed=1, logprobs=5, **kind)[i] for i, kind in enumerate(kinds)]
@@ -141,7 +127,6 @@ def test_whatever_the_neighbours_ask_for(runner, make_requests, expected):
     assert chosen == [[(t, dict(p)[t]) for t, p in row] for row in expected[:4]]
 
 
-@pytest.mark.usefixtures("unless_interpreted")
 def test_scored_in_one_pass(runner, make_requests, expected):
     for one, row in list(zip(make_requests(), expected, strict=True))[1::3]:
         tokens = [token for token, _ in row]
