@@ -37,7 +37,7 @@ class PerLayerEmbedding(nnx.Module):
     def __init__(self, config: ModelConfig, numerics: Numerics):
         p, dtype = config.hidden_size_per_layer_input, numerics.dtype
         width = config.num_hidden_layers * p
-        self.width, self.eps = p, config.rms_norm_eps
+        self.width = p
         self.table = parameter(config.vocab_size_per_layer_input, width, axes="V P", dtype=dtype)
         self.projection = parameter(width, config.hidden_size, axes="P D", dtype=dtype)
         self.norm = parameter(p, axes="P", dtype=dtype)

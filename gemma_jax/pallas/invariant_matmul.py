@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas import triton_api as triton
-from gemma_jax.pallas.device import Device
+from gemma_jax.pallas.device import Device, current_device
 from gemma_jax.pallas.dispatch import (
     Choice,
     Implementation,
@@ -178,8 +178,6 @@ def _invariant_matmul_triton(
     unfinished: bool = False,
     config: Config | None = None,
 ) -> jax.Array:
-    from gemma_jax.pallas.device import current_device
-
     (n, k), f = x.shape, w.shape[0]
     config = config or default_config(n, f, k, x.dtype.itemsize, current_device())
     plan = _Plan(n, f, k, config, numerics)
