@@ -4,6 +4,7 @@ A directory holds `gemma_jax.json` (format and version), `config.json`, the toke
 source, and `params/`: one PyTree of nested dictionaries whose keys are the parts of the leaf path.
 """
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -111,7 +112,7 @@ def stored_leaves(path: str | Path, config: ModelConfig) -> dict[str, jax.ShapeD
         metadata = checkpointer.metadata((Path(path) / PARAMS).resolve())
         tree = None if metadata.item_metadata is None else metadata.item_metadata.tree
     if tree is None:
-        raise CheckpointError(f"{path}: {PARAMS}/ holds no orbax data")
+        raise CheckpointError(f"{path}: {PARAMS}/ holds no readable orbax data")
     found = _flat(tree)
     sources = leaf_sources(config)
     check_leaves(found, sources, path)
@@ -192,9 +193,10 @@ def _checkpointer(largest_bytes: int) -> Iterator[ocp.Checkpointer]:
     level = absl.level
     absl.setLevel(logging.CRITICAL + 1)
     try:
-        with warnings.catch_warnings(), ocp.Checkpointer(handler) as checkpointer:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield checkpointer
+            with _patient_event_loops(), ocp.Checkpointer(handler) as checkpointer:
+                yield checkpointer
     finally:
         absl.setLevel(level)
 
@@ -209,3 +211,31 @@ def _errors_named(path: str | Path, verb: str) -> Iterator[None]:
         raise CheckpointError(
             f"{path}: orbax data cannot be {verb} ({type(error).__name__}: {reason})"
         ) from error
+
+
+@contextlib.contextmanager
+def _patient_event_loops() -> Iterator[None]:
+    """Makes orbax's event loops end only when all of their reads have.
+
+    orbax closes its loop at the first error, while tensorstore still works on the other leaves;
+    each of those would then print a stack trace, from a thread of C++ where nobody can catch it.
+    """
+    policy = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(_PatientPolicy())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(policy)
+
+
+class _PatientPolicy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return _PatientLoop()
+
+
+class _PatientLoop(asyncio.SelectorEventLoop):
+    def close(self) -> None:
+        waiting = () if self.is_closed() else asyncio.all_tasks(self)
+        if waiting:
+            self.run_until_complete(asyncio.gather(*waiting, return_exceptions=True))
+        super().close()
