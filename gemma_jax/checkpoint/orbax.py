@@ -206,10 +206,11 @@ def _errors_named(path: str | Path, verb: str) -> Iterator[None]:
     """Turns what orbax raises for broken files or a full disk into one error that names `path`."""
     try:
         yield
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except Exception as error:  # orbax raises a plain Exception for a leaf that is cut short
+        cause = error.__cause__ or error  # tensorstore's word names the leaf
+        reason = (str(cause).splitlines() or [""])[0]
         raise CheckpointError(
-            f"{path}: orbax data cannot be {verb} ({type(error).__name__}: {reason})"
+            f"{path}: orbax data cannot be {verb} ({type(cause).__name__}: {reason})"
         ) from error
 
 
