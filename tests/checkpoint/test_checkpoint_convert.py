@@ -249,7 +249,7 @@ def test_damaged_orbax_data_is_a_checkpoint_error(orbax_copy, damage):
     elif damage == "no metadata":
         (params / "_METADATA").unlink()
     else:
-        cut_data(copy, kept=0.5 if damage == "data cut" else 0.99)
+        cut_data(copy, kept=0.5 if damage == "data cut" else 0.8)
     with pytest.raises(
         CheckpointError, match=r"params/ holds no readable|orbax data cannot be read"
     ):
@@ -257,13 +257,13 @@ def test_damaged_orbax_data_is_a_checkpoint_error(orbax_copy, damage):
 
 
 def cut_data(checkpoint, kept):
-    """Cuts the files of an orbax checkpoint: half loses its metadata too, a little only leaves."""
+    """Cuts the files of an orbax checkpoint: all by half (metadata too), or the largest only."""
     files = [*checkpoint.glob("params/d/*"), *checkpoint.glob("params/ocdbt.process_0/d/*")]
-    for file in files if kept < 0.9 else [max(files, key=lambda file: file.stat().st_size)]:
+    for file in files if kept == 0.5 else [max(files, key=lambda file: file.stat().st_size)]:
         os.truncate(file, int(file.stat().st_size * kept))
 
 
-@pytest.mark.parametrize("kept", [0.5, 0.99])
+@pytest.mark.parametrize("kept", [0.5, 0.8])
 def test_reads_left_behind_by_a_damaged_leaf_print_nothing(orbax_copy, kept):
     """Each would end in a stack trace of its own, some after the error was raised."""
     _, copy = orbax_copy
