@@ -19,11 +19,8 @@ from gemma_jax.model.cache import CacheLayout, KVCache
 from gemma_jax.model.context import DecodeContext, PrefillContext, _Context
 from gemma_jax.model.invariant import InvariantContext
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas.decode_attention import (
-    decode_attention,
-    decode_attention_step,
-    queries_a_program,
-)
+from gemma_jax.pallas.decode_attention import decode_attention, decode_attention_step
+from gemma_jax.pallas.decode_attention_config import queries_a_program
 from gemma_jax.pallas.device import current_device
 from gemma_jax.pallas.prefill_attention import prefill_attention
 from gemma_jax.pallas.qkv_norm_rope import CacheWrite, QkvOutput, qkv_norm_rope

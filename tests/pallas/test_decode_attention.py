@@ -20,7 +20,7 @@ from gemma_jax.pallas import decode_attention as ops
 from gemma_jax.pallas.cases import all_cases, array
 from gemma_jax.pallas.cases.decode_attention import Geometry, attention_case
 from gemma_jax.pallas.cases.decode_attention_step import step_case
-from gemma_jax.pallas.decode_attention import Config
+from gemma_jax.pallas.decode_attention_config import Config, default_config
 from gemma_jax.pallas.device import Device
 
 H200 = Device("NVIDIA H200", (9, 0), 132)
@@ -236,7 +236,7 @@ def test_an_old_gpu_is_refused():
 @pytest.mark.parametrize("head_dim", [256, 512])
 def test_tile_table(head_dim, device, rows):
     for programs, span in itertools.product((1, 8, 64, 128, 4096), (1, 64, 512, 8192, 131072)):
-        config = ops.default_config(programs, rows, head_dim, span, 2, device)
+        config = default_config(programs, rows, head_dim, span, 2, device)
         check_tiles(config, programs, head_dim, span, device)
 
 
