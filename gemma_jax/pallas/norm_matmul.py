@@ -25,15 +25,9 @@ from gemma_jax.numerics import Numerics
 from gemma_jax.pallas.device import current_device
 from gemma_jax.pallas.dispatch import Choice, Implementation, dispatch
 from gemma_jax.pallas.residual_norm import residual_norm
-from gemma_jax.pallas.skinny_kernels import (
-    Activation,
-    Config,
-    Operands,
-    Spec,
-    call,
-    default_config,
-    unsupported,
-)
+from gemma_jax.pallas.skinny_config import Activation, Config, Spec, default_config
+from gemma_jax.pallas.skinny_kernels import call, unsupported
+from gemma_jax.pallas.skinny_prologue import Operands
 
 MAX_FUSED_ROWS = 2
 """Most rows whose norms every block repeats."""

@@ -18,8 +18,7 @@ writes the same values to one buffer and reads back what it wrote. Block 0 store
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,126 +28,13 @@ from jax.experimental import pallas as pl
 from gemma_jax.model.layers import gelu_tanh
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas import triton_api as triton
-from gemma_jax.pallas.device import Device, current_device
+from gemma_jax.pallas.device import Device
 from gemma_jax.pallas.dispatch import needs_gpu_or_interpreter
-from gemma_jax.pallas.kernel_math import inverse_root
+from gemma_jax.pallas.skinny_config import Config, Spec
+from gemma_jax.pallas.skinny_prologue import Chunks, Operands, load_chunk, prologue, span, write_x
 
 MAX_BATCH = 16
 """Rows of x: more are a matter for a tiled matmul."""
-RESIDENT_K = 2560
-"""Widest x that "rows" keeps in registers."""
-
-Activation = Literal["gelu_mul", "gelu_gate"]
-Design = Literal["rows", "columns", "dot"]
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile sizes of one product.
-
-    Attributes:
-      design: see the module.
-      rows: output rows of a tile, of each of the P parts.
-      width: elements of K that one load or one dot covers.
-      ahead: "rows": tiles loaded in advance; "columns": chunks loaded in advance.
-      blocks: "rows": blocks of the grid.
-      segments: "dot": parts of K side by side in one tile.
-      num_warps, num_stages: of a block; stages are shared-memory buffers of "dot".
-    """
-
-    design: Design
-    rows: int
-    width: int
-    ahead: int = 1
-    blocks: int = 0
-    segments: int = 1
-    num_warps: int = 4
-    num_stages: int = 1
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Arrays or refs of one call; None where the op has no such operand.
-
-    Without `y`, `h` itself is normalised or multiplied. Shapes: h, y [B, K]; post, pre [K];
-    factor [1]; w [P, N, K]; ple [B, N].
-    """
-
-    h: Any
-    w: Any
-    y: Any = None
-    post: Any = None
-    factor: Any = None
-    pre: Any = None
-    ple: Any = None
-
-    def names(self) -> list[str]:
-        """The operands that there are."""
-        return [f.name for f in fields(self) if getattr(self, f.name) is not None]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What is static in a call: B, P, N, K, the activation and how to round."""
-
-    batch: int
-    parts: int
-    n: int
-    k: int
-    numerics: Numerics
-    activation: Activation | None = None
-    eps: float = 0.0
-    stores_h: bool = False
-
-
-# --- choice of tiles -----------------------------------------------------------------------------
-
-
-def default_config(spec: Spec, has_prologue: bool, device: Device) -> Config:
-    """The fastest on an H200 at E2B's shapes (docs/kernels.md).
-
-    One or two rows with a prologue keep x in registers; one row without one streams along K while
-    that is short; everything else goes to the tensor cores.
-    """
-    if has_prologue and spec.batch <= 2 and spec.k <= RESIDENT_K:
-        return _rows_config(spec, device)
-    if not has_prologue and spec.batch <= 2 and spec.k <= 512:
-        return Config("columns", 4, 256, ahead=2)
-    if not has_prologue and spec.batch == 1 and spec.k in (2048, 4096):
-        return Config("columns", 2, 2048, ahead=spec.k // 2048)
-    return _dot_config(spec, device)
-
-
-def _rows_config(spec: Spec, device: Device) -> Config:
-    """Few outputs: small tiles, so that every core has some. Else as many blocks as fit at once."""
-    per_thread = spec.batch * spec.parts * spec.k
-    if per_thread > 6144:
-        return _dot_config(spec, device)
-    if spec.batch == 1 and spec.n * spec.parts < 32 * device.num_cores:
-        return Config("rows", 2, 512, blocks=min(5 * device.num_cores, -(-spec.n // 2)))
-    if per_thread > 3072 and not device.at_least(9):
-        return Config("rows", 2, 256, blocks=2 * device.num_cores)  # larger tiles spill
-    blocks = (3 if per_thread <= 3072 else 2) * device.num_cores
-    return Config("rows", 4, 256, blocks=blocks)
-
-
-def _dot_config(spec: Spec, device: Device) -> Config:
-    """A tile of 64 rows; K in up to four segments, to give every core a block.
-
-    More segments, hence fewer outputs a tile, would read x more often.
-    """
-    segments = 1
-    for more in (2, 4):
-        fills = spec.n * segments >= 64 * device.num_cores
-        if not fills and spec.k % (more * 64) == 0:
-            segments = more
-    length = spec.k // segments
-    width = next(w for w in (128, 64, 32, 16) if length % w == 0)
-    if spec.numerics.is_float32:
-        width = min(width, 32)
-    rows = 64 // segments // (spec.parts if segments == 1 else 1)
-    stages = min(max(length // width, 2), 6 if spec.parts == 1 else 4)
-    return Config("dot", rows, width, segments=segments, num_stages=stages)
 
 
 def unsupported(h: jax.Array, w: jax.Array, numerics: Numerics, device: Device) -> str | None:
@@ -162,35 +48,7 @@ def unsupported(h: jax.Array, w: jax.Array, numerics: Numerics, device: Device) 
     return needs_gpu_or_interpreter((8, 0))(device)
 
 
-# --- loads ---------------------------------------------------------------------------------------
-
-
-def _span(start: Any, width: int) -> jax.Array:
-    return start + jnp.arange(width)
-
-
-def _load(
-    ref: Any, row: tuple[Any, ...], start: int, width: int, spec: Spec, inside: Any = None
-) -> jax.Array:
-    """A chunk [width] of a vector or a row, or [G, width] of rows; what lies outside reads 0."""
-    index, mask = _chunk(start, width, spec, inside)
-    value = triton.load(ref.at[(*row, index)], mask=mask, other=None if mask is None else 0)
-    return value.astype(jnp.float32)
-
-
-def _chunk(start: int, width: int, spec: Spec, inside: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Columns, as [1, width] if there are several rows, and the mask of what exists, if needed.
-
-    `inside` says which rows exist, [G, 1], or is a scalar.
-    """
-    index, shape = _span(start, width), (width,)
-    if inside is not None and inside.ndim:
-        index, shape = index[None], (inside.shape[0], width)
-    masks = [] if inside is None else [inside]
-    if start + width > spec.k:
-        masks.append(index < spec.k)
-    masks = [jnp.broadcast_to(mask, shape) for mask in masks]
-    return index, functools.reduce(operator.and_, masks) if masks else None
+# --- weights -------------------------------------------------------------------------------------
 
 
 def _load_weights(w: Any, row: jax.Array, column: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -202,7 +60,7 @@ def _tile(
     w: Any, row: jax.Array, start: int, width: int, masks_rows: bool, spec: Spec
 ) -> list[jax.Array]:
     """Rows `row` of each part, columns start … start + width: P arrays [R, width]."""
-    column, shape = _span(start, width), (row.size, width)
+    column, shape = span(start, width), (row.size, width)
     masks = []
     if masks_rows:
         masks.append(jnp.broadcast_to((row < spec.n)[:, None], shape))
@@ -210,76 +68,6 @@ def _tile(
         masks.append(jnp.broadcast_to((column < spec.k)[None, :], shape))
     mask = functools.reduce(operator.and_, masks) if masks else None
     return [_load_weights(w, p * spec.n + row, column, mask) for p in range(spec.parts)]
-
-
-# --- prologue ------------------------------------------------------------------------------------
-
-Chunks = list[jax.Array]
-
-
-def _prologue(
-    refs: Operands, h_out: Any, rows: tuple[Any, ...], inside: Any, width: int, spec: Spec
-) -> Chunks:
-    """x of `rows` in chunks of float32, [width] of one row or [G, width] of several.
-
-    Args:
-      rows: index of the leading axis: () of a vector is (b,) here or ([G, 1],).
-      inside: None, or [G, 1]: which rows exist.
-    """
-    starts = range(0, spec.k, width)
-
-    def load(ref: Any, *row: Any) -> Chunks:
-        return [_load(ref, row, start, width, spec, inside) for start in starts]
-
-    def weight(ref: Any) -> Chunks | None:
-        if ref is None:
-            return None
-        chunks = [_load(ref, (), start, width, spec) for start in starts]
-        return chunks if inside is None else [chunk[None] for chunk in chunks]
-
-    post, pre = weight(refs.post), weight(refs.pre)
-    h = load(refs.h, *rows)
-    if refs.y is not None:
-        y = _normed(load(refs.y, *rows), post, spec)
-        h = [triton.rounded(a + c, spec.numerics) for a, c in zip(h, y, strict=True)]
-    if refs.factor is not None:
-        factor = refs.factor[0].astype(jnp.float32)
-        h = [triton.rounded(chunk * factor, spec.numerics) for chunk in h]
-    if h_out is not None:
-        first = pl.program_id(0) == 0
-        _store(h_out, rows, h, first if inside is None else first & inside, width, spec)
-    return h if pre is None else _normed(h, pre, spec)
-
-
-def _normed(chunks: Chunks, weight: Chunks | None, spec: Spec) -> Chunks:
-    """RMS norm over the last axis, rounded once. Chunks are added first: one sum over threads."""
-    squares = functools.reduce(operator.add, [c * c for c in chunks])
-    root = inverse_root(jnp.sum(squares, axis=-1, keepdims=squares.ndim > 1), spec.k, spec.eps)
-    scaled = [c * root for c in chunks]
-    if weight is not None:
-        scaled = [c * w for c, w in zip(scaled, weight, strict=True)]
-    return [triton.rounded(c, spec.numerics) for c in scaled]
-
-
-def _store(
-    ref: Any, rows: tuple[Any, ...], chunks: Chunks, inside: Any, width: int, spec: Spec
-) -> None:
-    for start, chunk in zip(range(0, spec.k, width), chunks, strict=True):
-        index, mask = _chunk(start, width, spec, inside)
-        triton.store(ref.at[(*rows, index)], chunk.astype(ref.dtype), mask=mask)
-
-
-def _write_x(refs: Operands, h_out: Any, x_out: Any, spec: Spec) -> None:
-    """Fills x_out [B, K], as many rows at a time as fit in registers."""
-    width = 512
-    group = min(pl.next_power_of_2(spec.batch), 1 << max(0, (8192 // spec.k).bit_length() - 1))
-    for first in range(0, spec.batch, group):
-        row = (first + jnp.arange(group))[:, None]
-        inside = row < spec.batch
-        x = _prologue(refs, h_out, (row,), inside, width, spec)
-        _store(x_out, (row,), x, inside, width, spec)
-    if current_device().is_gpu:  # The interpreter runs a block in order and has no barrier.
-        triton.debug_barrier()
 
 
 # --- epilogue ------------------------------------------------------------------------------------
@@ -322,7 +110,7 @@ def _rows_kernel(refs: Operands, h_out: Any, out: Any, config: Config, spec: Spe
         )
 
     first = tuple(load(i) for i in range(config.ahead))
-    x = [_prologue(refs, h_out, (b,), None, width, spec) for b in range(spec.batch)]
+    x = [prologue(refs, h_out, (b,), None, width, spec) for b in range(spec.batch)]
 
     def body(i: Any, tiles: tuple[Any, ...]) -> tuple[Any, ...]:
         following = load(i + config.ahead)
@@ -348,7 +136,7 @@ def _columns_kernel(refs: Operands, out: Any, config: Config, spec: Spec) -> Non
 
     def load(start: int) -> tuple[Chunks, Chunks]:
         weights = _tile(refs.w, row, start, width, spec.n % rows != 0, spec)
-        return weights, [_load(refs.h, (b,), start, width, spec) for b in range(spec.batch)]
+        return weights, [load_chunk(refs.h, (b,), start, width, spec) for b in range(spec.batch)]
 
     waiting = [load(start) for start in starts[: config.ahead]]
     totals: dict[tuple[int, int], jax.Array] = {}
@@ -392,11 +180,11 @@ def _dot_kernel(
     if spec.n % rows:
         mask = jnp.broadcast_to((left < spec.n * s)[:, None], (rows * s, width))
     if x_out is not None:
-        _write_x(refs, h_out, x_out, spec)
+        write_x(refs, h_out, x_out, spec)
     x_of = _right_operand(refs.h if x_out is None else x_out, columns, config, spec)
 
     def product(p: int, start: Any, x: jax.Array) -> jax.Array:
-        weights = _load_weights(refs.w, p * spec.n * s + left, _span(start, width), mask)
+        weights = _load_weights(refs.w, p * spec.n * s + left, span(start, width), mask)
         return triton.dot(weights, x, precision=spec.numerics.precision)
 
     def body(i: Any, sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
@@ -431,7 +219,7 @@ def _right_operand(x: Any, columns: int, config: Config, spec: Spec) -> Callable
     mask = jnp.broadcast_to((batch < spec.batch)[:, None], (right.size, width))
 
     def load(start: Any) -> jax.Array:
-        at = x.at[batch[:, None], offset[:, None] + _span(start, width)[None, :]]
+        at = x.at[batch[:, None], offset[:, None] + span(start, width)[None, :]]
         return triton.load(at, mask=mask, other=0)
 
     return load

@@ -24,7 +24,8 @@ from gemma_jax.numerics import Numerics
 from gemma_jax.pallas import skinny_kernels, skinny_mosaic
 from gemma_jax.pallas.device import current_device
 from gemma_jax.pallas.dispatch import Choice, Implementation, dispatch
-from gemma_jax.pallas.skinny_kernels import Activation, Config, Operands, Spec
+from gemma_jax.pallas.skinny_config import Activation, Config, Spec, default_config
+from gemma_jax.pallas.skinny_prologue import Operands
 
 MIN_OUTPUTS = 1024
 """Fewer outputs leave most of the GPU idle: XLA, which splits the depth, is faster."""
@@ -64,7 +65,7 @@ def _skinny_matmul_triton(
         activation, gate = "gelu_gate", gate[:, gate_index]
     w = _in_parts(w)
     spec = Spec(x.shape[0], w.shape[0], w.shape[1], x.shape[1], numerics, activation)
-    config = config or skinny_kernels.default_config(spec, False, current_device())
+    config = config or default_config(spec, False, current_device())
     operands = Operands(h=x, w=w, ple=gate)
     return skinny_kernels.call(operands, config, spec, "skinny_matmul")[1]
 

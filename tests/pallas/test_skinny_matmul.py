@@ -20,7 +20,8 @@ from gemma_jax.pallas import skinny_matmul as skinny_module
 from gemma_jax.pallas.cases import norm_matmul as norm_cases
 from gemma_jax.pallas.cases import skinny_matmul as skinny_cases
 from gemma_jax.pallas.device import Device
-from gemma_jax.pallas.skinny_kernels import Config, Spec, default_config, grid_of, unsupported
+from gemma_jax.pallas.skinny_config import Config, Spec, default_config
+from gemma_jax.pallas.skinny_kernels import grid_of, unsupported
 from gemma_jax.testing.tolerance import assert_close_to_exact
 
 ALL = [*skinny_cases.CASES, *norm_cases.CASES]
