@@ -30,8 +30,8 @@ LOCAL_BLOCK = 256
 """Queries a block of windowed prefill attention."""
 
 
-class _Context:
-    """Shared by prefill and decode: RoPE tables, the donors' keys, cache in and out."""
+class Context:
+    """What all contexts share: RoPE tables, the donors' keys, cache in and out."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class _Context:
         return KeyBlock(k, v, positions)
 
 
-class PrefillContext(_Context):
+class PrefillContext(Context):
     """A chunk of T consecutive tokens a row, right-padded: positions start … start + length - 1.
 
     `has_past` (static) says whether any row continues an earlier chunk; without it nothing is read
@@ -182,7 +182,7 @@ class PrefillContext(_Context):
         return KeyBlock(jnp.pad(keys.k, heads), jnp.pad(keys.v, heads), positions)
 
 
-class DecodeContext(_Context):
+class DecodeContext(Context):
     """One token a row at `position` [B]; rows not `active` [B] write nothing."""
 
     def __init__(self, config, numerics, kernels, layout, cache, position, active):
@@ -197,9 +197,13 @@ class DecodeContext(_Context):
         q, k, v = attention.split(self._fold(qkv, self.positions), tables, self.numerics)
         if layer.owns_kv:
             self._write(layer, k, v, self.positions, self._valid)
+        return self._attend_newest(layer, q).reshape(self.positions.size, -1)
+
+    def _attend_newest(self, layer: LayerConfig, q: jax.Array) -> jax.Array:
+        """Attention of q [B, 1, K, G, H] once the cache holds the token's own key."""
+        if layer.owns_kv:
             self._keys[layer.index] = self._visible(layer)
-        out = self._attend(layer, q, self._keys[layer.kv_source])
-        return out.reshape(self.positions.size, -1)
+        return self._attend(layer, q, self._keys[layer.kv_source])
 
     def _visible(self, layer: LayerConfig) -> KeyBlock:
         if not (self.numerics.matches_vllm and layer.window):

@@ -15,7 +15,7 @@ from jax import lax
 
 from gemma_jax.config import LayerConfig
 from gemma_jax.model import cache as kv
-from gemma_jax.model.attention import Attention, causal_mask
+from gemma_jax.model.attention import causal_mask
 from gemma_jax.model.cache import KVCache
 from gemma_jax.model.context import DecodeContext
 from gemma_jax.numerics import MASK_VALUE, Numerics
@@ -27,20 +27,10 @@ TILE = 64
 class InvariantContext(DecodeContext):
     """One token a row; several rows may belong to one sequence, in order of position."""
 
-    def attend(self, attention: Attention, qkv: jax.Array) -> jax.Array:
-        """Norms and rotates qkv [N, K, C, H], stores an owner's k and v, attends: [N, K·G·H]."""
-        layer = attention.layer
-        tables = self._tables[layer.kind]
-        q, k, v = attention.split(self._fold(qkv, self.positions), tables, self.numerics)
-        if layer.owns_kv:
-            self._write(layer, k, v, self.positions, self._valid)
-        out = self._attend_in_tiles(layer, q[:, 0])
-        return out.reshape(out.shape[0], -1)
-
-    def _attend_in_tiles(self, layer: LayerConfig, q: jax.Array) -> jax.Array:
+    def _attend_newest(self, layer: LayerConfig, q: jax.Array) -> jax.Array:
         source = layer.kv_source
         return attend_in_tiles(
-            q, self._k[source], self._v[source], self.positions[:, 0], self._valid[:, 0],
+            q[:, 0], self._k[source], self._v[source], self.positions[:, 0], self._valid[:, 0],
             slots=self.layout.slots(layer), window=layer.window,
             page_table=self._cache.table(layer), numerics=self.numerics,
         )  # fmt: skip

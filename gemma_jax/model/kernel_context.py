@@ -16,12 +16,13 @@ from gemma_jax.kernels import Kernels
 from gemma_jax.model import cache as kv
 from gemma_jax.model.attention import Attention, KeyBlock, Tables
 from gemma_jax.model.cache import CacheLayout, KVCache
-from gemma_jax.model.context import DecodeContext, PrefillContext, _Context
+from gemma_jax.model.context import Context, DecodeContext, PrefillContext
 from gemma_jax.model.invariant import InvariantContext
 from gemma_jax.numerics import Numerics
 from gemma_jax.pallas.decode_attention import decode_attention, decode_attention_step
 from gemma_jax.pallas.decode_attention_config import queries_a_program
 from gemma_jax.pallas.device import current_device
+from gemma_jax.pallas.dispatch import Implementation
 from gemma_jax.pallas.prefill_attention import prefill_attention
 from gemma_jax.pallas.qkv_norm_rope import CacheWrite, QkvOutput, qkv_norm_rope
 from gemma_jax.pallas.segments import Segments
@@ -96,8 +97,8 @@ class KeyRows(NamedTuple):
     uniform: bool
 
 
-class _KernelWrites(_Context):
-    """Norms, RoPE and the cache write of heads in one kernel."""
+class _KernelContext(Context):
+    """One kernel for norms, RoPE and the cache write of heads, one for attention over the cache."""
 
     _chunk_positions: jax.Array  # [B, T], where new keys go
     _valid: jax.Array  # [B, T]
@@ -128,8 +129,24 @@ class _KernelWrites(_Context):
         i = layer.index
         return CacheWrite(self._k[i], self._v[i], self._slots[layer.kind])
 
+    def _attend_cache(
+        self,
+        layer: LayerConfig,
+        q: jax.Array,
+        ends: jax.Array,
+        table: jax.Array | None,
+        implementation: Implementation | None,
+    ) -> jax.Array:
+        """Attention of q [M, R, K, G, H], whose last query is at `ends` - 1: [M·R, K·G·H]."""
+        out = decode_attention(
+            q, self._k[layer.kv_source], self._v[layer.kv_source], ends,
+            slots=self.layout.slots(layer), window=layer.window, page_table=table,
+            numerics=self.numerics, implementation=implementation,
+        )  # fmt: skip
+        return out.reshape(q.shape[0] * q.shape[1], -1)
 
-class KernelPrefillContext(_KernelWrites, PrefillContext):
+
+class KernelPrefillContext(_KernelContext, PrefillContext):
     """`PrefillContext` whose owner layers leave `KeyRows` for the layers that share them."""
 
     def __init__(self, config, numerics, kernels, layout, cache, start, lengths, chunk, has_past):
@@ -200,14 +217,10 @@ class KernelPrefillContext(_KernelWrites, PrefillContext):
             return self._attend_chunk(layer, q)
         if self._rows.shape[1] != 1:
             raise ValueError(f"{self._rows.shape[1]} selected rows a sequence: expected one")
-        out = decode_attention(
-            q[:, None], self._k[layer.kv_source], self._v[layer.kv_source],
-            jnp.where(self._lengths > 0, self.positions[:, 0] + 1, 0),
-            slots=self.layout.slots(layer), window=layer.window,
-            page_table=self._cache.table(layer), numerics=self.numerics,
-            implementation=self.ops.kernels.of("decode_attention"),
-        )  # fmt: skip
-        return out.reshape(out.shape[0], -1)
+        ends = jnp.where(self._lengths > 0, self.positions[:, 0] + 1, 0)
+        implementation = self.ops.kernels.of("decode_attention")
+        table = self._cache.table(layer)
+        return self._attend_cache(layer, q[:, None], ends, table, implementation)
 
 
 class KernelDecodeContext(DecodeContext):
@@ -255,11 +268,11 @@ class InvariantKernelPrefill(KernelPrefillContext):
         table = self._cache.table(layer)
         if table is not None:
             table = jnp.repeat(table, length // count, axis=0)
-        out = _attend_invariant(self, layer, q.reshape(-1, count, *q.shape[1:]), ends, table)
-        return out.reshape(rows * length, -1)
+        q = q.reshape(-1, count, *q.shape[1:])
+        return self._attend_cache(layer, q, ends, table, "pallas")
 
 
-class InvariantKernelDecode(_KernelWrites, DecodeContext):
+class InvariantKernelDecode(_KernelContext, DecodeContext):
     """Batch-invariant decode: the kernels of `InvariantKernelPrefill`, one query a row."""
 
     def __init__(self, config, numerics, kernels, layout, cache, position, active):
@@ -273,23 +286,7 @@ class InvariantKernelDecode(_KernelWrites, DecodeContext):
         cache = self._cache_write(layer) if layer.owns_kv else None
         q = self._split(attention, qkv, self._tables[layer.kind], cache).q
         ends = jnp.where(self._valid[:, 0], self._end, 0)
-        out = _attend_invariant(self, layer, q[:, None], ends, self._cache.table(layer))
-        return out.reshape(out.shape[0], -1)
-
-
-def _attend_invariant(
-    context: _KernelWrites,
-    layer: LayerConfig,
-    q: jax.Array,
-    ends: jax.Array,
-    table: jax.Array | None,
-) -> jax.Array:
-    """Attention of q [M, R, K, G, H], whose last query is at `ends` - 1, over the cache."""
-    return decode_attention(
-        q, context._k[layer.kv_source], context._v[layer.kv_source], ends,
-        slots=context.layout.slots(layer), window=layer.window, page_table=table,
-        numerics=context.numerics, implementation="pallas",
-    )  # fmt: skip
+        return self._attend_cache(layer, q[:, None], ends, self._cache.table(layer), "pallas")
 
 
 def _kv_heads(layer: LayerConfig) -> int:
