@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gemma_jax.buckets import ID_LIST_BUCKETS, pick
-from gemma_jax.runner import Chunk, DecodeRows, PageTables
+from gemma_jax.call_arrays import Chunk, DecodeRows, PageTables
 from gemma_jax.sampling import NO_ID, SamplingStatics, SamplingTable
 from gemma_jax.sequence import Sequence as Completion
 

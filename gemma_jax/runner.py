@@ -10,18 +10,19 @@ A program is compiled anew for each combination of static sizes: rows, chunk len
 `SamplingStatics`, and whether a chunk has a past or wants logits. All come from `buckets.py`.
 """
 
+import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gemma_jax.call_arrays import Chunk, DecodeRows, PageTables, StepOutput
 from gemma_jax.config import ModelConfig
 from gemma_jax.kernels import AUTO, Kernels
 from gemma_jax.model.cache import CacheLayout, KVCache, init_pages
@@ -31,7 +32,6 @@ from gemma_jax.numerics import Numerics
 from gemma_jax.program import (
     Drawn,
     Program,
-    PromptRows,
     draw_tokens,
     log_probabilities,
     make_program,
@@ -68,75 +68,8 @@ ONE_GRAPH: dict[str, Any] = {
 """XLA's options that make a whole decode call one CUDA graph, loops included: the device decides
 by itself whether it goes on."""
 
-
-@jax.tree_util.register_dataclass
-@dataclass
-class PageTables:
-    """The pages of a call's rows, int32 [B, pages a row]: full-attention and sliding layers."""
-
-    full: jax.Array
-    window: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class Chunk:
-    """Consecutive prompt tokens of some rows.
-
-    Attributes:
-      ids: [G, T] int32, right-padded.
-      start: [G] int32, position of the first token.
-      lengths: [G] int32, tokens that count; 0 for a padding row.
-      ends: [G] bool, the chunk ends its prompt, so that the next token is due.
-      rows: [G] int32, the slot of each; a padding row names one past the last.
-      counts: [G] int32, tokens that were generated before (and now belong to the prompt).
-      prompt_seen, output_counts: [G, V] bool and int32, the ids of prompt and output so far; needed
-        where a prompt with a penalty ends.
-      allowed: [G, ceil(V / 32)] uint32, bit i of word j set where id 32 j + i may be drawn.
-    """
-
-    ids: jax.Array
-    start: jax.Array
-    lengths: jax.Array
-    ends: jax.Array
-    rows: jax.Array
-    counts: jax.Array
-    prompt_seen: jax.Array | None = None
-    output_counts: jax.Array | None = None
-    allowed: jax.Array | None = None
-
-    @property
-    def part(self) -> PromptRows:
-        """What the network sees of it."""
-        return PromptRows(self.ids, self.start, self.lengths)
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class DecodeRows:
-    """The rows of a decode call.
-
-    Attributes:
-      rows: [B] int32, the slot of each; a padding row names one past the last.
-      limits: [B] int32, most steps that each may take in this call; 0 for a padding row.
-      allowed: as in `Chunk`; holds for the first step, so a constrained row has limit 1.
-    """
-
-    rows: jax.Array
-    limits: jax.Array
-    allowed: jax.Array | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass
-class StepOutput:
-    """Tokens of one call: int32 [B, n] with `NO_ID` where a row produced none.
-
-    `logprobs` leaves have the shape [B, n, …]; `None` when none were asked for.
-    """
-
-    tokens: jax.Array
-    logprobs: Logprobs | None
+Call = Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Any]
+"""Takes a jitted program, its static arguments and its arrays, and gives what the program gives."""
 
 
 def prefill(
@@ -307,6 +240,11 @@ _decode_on_gpu = jax.jit(
 _score = jax.jit(score, static_argnums=range(3), donate_argnames=("cache",))
 
 
+def run_program(program: Any, static: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
+    """The `Call` that runs the program."""
+    return program(*static, *arrays)
+
+
 class Runner:
     """The three programs bound to one model's leaves.
 
@@ -328,9 +266,16 @@ class Runner:
     ):
         self.config, self.numerics, self.fast_prefill = config, numerics, fast_prefill
         self.kernels = kernels
+        self._call: Call = run_program
         names = named_parameters(abstract_model(config, numerics))
         self._leaves = [leaves[path] for path in names]
         self._replicated = _replicated_like(self._leaves[0])
+
+    def calling(self, call: Call) -> Self:
+        """This runner with `call` in the place of running a program; they share the weights."""
+        other = copy.copy(self)
+        other._call = call
+        return other
 
     @property
     def leaves(self) -> list[jax.Array]:
@@ -400,13 +345,11 @@ class Runner:
     ) -> tuple[KVCache, Logprobs]:
         """See `score`; `cache` is consumed."""
         has_past |= self.numerics.batch_invariant
-        return _score(
-            self._program(layout), has_past, k, self._leaves, cache, chunk, tables, targets
+        return self._call(
+            _score,
+            (self._program(layout), has_past, k),
+            (self._leaves, cache, chunk, tables, targets),
         )
-
-    def _call(self, program: Any, static: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
-        """Runs a jitted program; `serve/rehearsal.py` compiles it here instead."""
-        return program(*static, *arrays)
 
     def _program(self, layout: CacheLayout) -> Program:
         return make_program(self.config, self.numerics, layout, self.kernels)

@@ -8,8 +8,9 @@ import numpy as np
 
 from gemma_jax.batch_arrays import page_tables
 from gemma_jax.buckets import chunk_buckets, length_buckets, pick
+from gemma_jax.call_arrays import Chunk
 from gemma_jax.model.cache import CacheLayout
-from gemma_jax.runner import Chunk, Runner
+from gemma_jax.runner import Runner
 from gemma_jax.sequence import TokenLogprobs
 
 

@@ -31,11 +31,12 @@ from gemma_jax.buckets import (
     pick,
     prefill_row_buckets,
 )
+from gemma_jax.call_arrays import PageTables, StepOutput
 from gemma_jax.engine_config import EngineConfig
 from gemma_jax.errors import GemmaError, RequestError, UnsupportedError
 from gemma_jax.model.cache import CacheLayout, page_bytes
 from gemma_jax.model.kernel_context import reads_whole_tables
-from gemma_jax.runner import STEP_BLOCK, PageTables, Runner, StepOutput
+from gemma_jax.runner import STEP_BLOCK, Runner
 from gemma_jax.sampling import NO_ID, Logprobs, RowState, SamplingStatics
 from gemma_jax.sequence import Sequence as Completion
 from gemma_jax.sequence import TokenLogprobs
@@ -235,8 +236,8 @@ class Engine:
         """
         if self.has_work:
             raise RuntimeError("compile_for: requests are running")
-        runner, rehearsal = self._runner, Rehearsal(self._runner)
-        self._runner = rehearsal
+        runner, rehearsal = self._runner, Rehearsal()
+        self._runner = runner.calling(rehearsal.call)
         try:
             for batch in batches:
                 for request in batch:

@@ -1,9 +1,9 @@
 """Compiles the programs of coming requests side by side, before they run.
 
-`Rehearsal` takes the place of the `Runner` in an engine that goes through the requests without a
-device: each call is traced and lowered here, compiled in a thread of a pool (XLA does not hold
-Python's lock) and answered with made-up tokens. JAX keeps what was traced, lowered and compiled, so
-that the same call later starts at once.
+An engine whose runner calls a `Rehearsal` goes through the requests without a device: each call is
+traced and lowered here, compiled in a thread of a pool (XLA does not hold Python's lock) and
+answered with made-up tokens. JAX keeps what was traced, lowered and compiled, so that the same call
+later starts at once.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gemma_jax.runner import Chunk, DecodeRows, Runner, StepOutput
+from gemma_jax.call_arrays import Chunk, DecodeRows, StepOutput
 from gemma_jax.sampling import NO_ID
 
 logger = logging.getLogger(__name__)
@@ -25,20 +25,16 @@ TOKEN = 0
 """What every row draws: a request that stops at this id ends early."""
 
 
-class Rehearsal(Runner):
-    """A runner that compiles what it is asked to run.
+class Rehearsal:
+    """Stands for the device in a runner's prefill and decode; see `Runner.calling`."""
 
-    Args:
-      runner: the one whose calls are rehearsed.
-    """
-
-    def __init__(self, runner: Runner):
-        vars(self).update(vars(runner))
+    def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, "gemma-jax-compile")
         self._compiling: dict[Any, Future[Any]] = {}
         self._outputs: dict[Any, Any] = {}
 
-    def _call(self, program: Any, static: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
+    def call(self, program: Any, static: tuple[Any, ...], arrays: tuple[Any, ...]) -> Any:
+        """Has the program compiled; gives the cache, the row state and an output of its shapes."""
         _, cache, state, rows, *_ = arrays
         key = program, static, _signature(arrays[1:])
         if key not in self._outputs:

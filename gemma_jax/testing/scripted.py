@@ -10,12 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from gemma_jax.call_arrays import Chunk, DecodeRows, PageTables, StepOutput
 from gemma_jax.config import ModelConfig
 from gemma_jax.engine_config import EngineConfig
 from gemma_jax.kernels import AUTO
 from gemma_jax.model.cache import CacheLayout, KVCache
 from gemma_jax.numerics import Numerics
-from gemma_jax.runner import Chunk, DecodeRows, PageTables, StepOutput
 from gemma_jax.sampling import NO_ID, Logprobs, RowState, SamplingStatics, SamplingTable
 from gemma_jax.serve.engine import Engine
 from gemma_jax.text_side import TextSide

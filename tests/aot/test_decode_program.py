@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from gemma_jax import runner
+from gemma_jax.call_arrays import DecodeRows, PageTables
 from gemma_jax.checkpoint.names import leaf_shapes
 from gemma_jax.config import FULL, SLIDING
 from gemma_jax.kernels import AUTO
@@ -51,10 +52,10 @@ def shapes(rows):
     )  # fmt: skip
     state = RowState(*(jax.ShapeDtypeStruct((SLOTS,), d) for d in (i, i, i, jnp.bool_)))
     size = layout.page_size
-    tables = runner.PageTables(
+    tables = PageTables(
         column(i, layout.full_slots // size), column(i, layout.window_slots // size)
     )
-    return program, (leaves, cache, state, runner.DecodeRows(column(i), column(i)), tables, table)
+    return program, (leaves, cache, state, DecodeRows(column(i), column(i)), tables, table)
 
 
 @pytest.mark.parametrize("target", aot.TARGETS)

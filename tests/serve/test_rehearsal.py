@@ -60,8 +60,8 @@ def test_running_requests_are_not_disturbed(runner):
 
 def test_a_program_that_does_not_compile_ahead_is_left_to_its_call(runner, monkeypatch, caplog):
     class Broken(rehearsal.Rehearsal):
-        def _call(self, program, static, arrays):
-            answer = super()._call(program, static, arrays)
+        def call(self, program, static, arrays):
+            answer = super().call(program, static, arrays)
             self._compiling |= {key: self._pool.submit(int, "no") for key in self._compiling}
             return answer
 
