@@ -24,28 +24,22 @@ from gemma_jax.batch_arrays import (
     sampling_statics,
     sampling_table,
 )
-from gemma_jax.buckets import (
-    chunk_buckets,
-    decode_row_buckets,
-    length_buckets,
-    pick,
-    prefill_row_buckets,
-)
+from gemma_jax.buckets import decode_row_buckets, length_buckets, pick
 from gemma_jax.call_arrays import PageTables, StepOutput
 from gemma_jax.engine_config import EngineConfig
-from gemma_jax.errors import GemmaError, RequestError, UnsupportedError
-from gemma_jax.model.cache import CacheLayout, page_bytes
+from gemma_jax.errors import RequestError, UnsupportedError
+from gemma_jax.model.cache import CacheLayout
 from gemma_jax.model.kernel_context import reads_whole_tables
 from gemma_jax.runner import STEP_BLOCK, Runner
 from gemma_jax.sampling import NO_ID, Logprobs, RowState, SamplingStatics
-from gemma_jax.sequence import Sequence as Completion
 from gemma_jax.sequence import TokenLogprobs
-from gemma_jax.serve.cache_plan import plan_cache
+from gemma_jax.serve.engine_sizes import cache_sizes, scheduler_limits
 from gemma_jax.serve.entry import DecodePlan, Entry, PrefillPlan
 from gemma_jax.serve.pages import KVPages
 from gemma_jax.serve.rehearsal import Rehearsal
 from gemma_jax.serve.request import CompletionDelta, EngineRequest, EngineStats
-from gemma_jax.serve.scheduler import Scheduler, SchedulerLimits
+from gemma_jax.serve.running import Running, start_completion
+from gemma_jax.serve.scheduler import Scheduler
 from gemma_jax.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # its library is an extra
@@ -53,25 +47,12 @@ if TYPE_CHECKING:  # its library is an extra
 
 QUEUED_CALLS = 2
 
-HOST_STOP_STEPS = 8
-"""Decode steps a call for a row that a stop string may end, which only the host can see."""
-
-
-@dataclass(eq=False)
-class _Running:
-    """One completion that the engine works on."""
-
-    request: EngineRequest
-    completion: Completion
-    entry: Entry
-    grammar: "GrammarState | None" = None
-
 
 @dataclass
 class _Call:
     """A queued device call: its rows with what each was promised, and where its tokens will be."""
 
-    rows: list[tuple[_Running, int]]
+    rows: list[tuple[Running, int]]
     output: StepOutput | None
 
 
@@ -113,15 +94,17 @@ class Engine:
         self._rows = decode_row_buckets(config.max_num_seqs)
         self._max_steps = -(-config.decode_steps // STEP_BLOCK) * STEP_BLOCK
         longest = config.chunk_tokens(runner.config, max_model_len, self._is_plain)
-        sizes = self._plan(config, longest, memory)
-        self._scheduling = sizes, config.prefix_caching, self._limits(config, longest)
+        sizes = cache_sizes(
+            runner, config, max_model_len=max_model_len, longest_chunk=longest, memory=memory
+        )
+        self._scheduling = sizes, config.prefix_caching, scheduler_limits(config, longest)
         self._reset()
         self._cache = runner.new_cache(
             sizes.num_full_pages, max(sizes.num_window_pages, 1), sizes.page_size
         )
         self._state = runner.new_state(self._slots)
-        self._running: dict[int, _Running] = {}
-        self._by_request: dict[str, list[_Running]] = {}
+        self._running: dict[int, Running] = {}
+        self._by_request: dict[str, list[Running]] = {}
         self._calls: deque[_Call] = deque()
         self._ids = itertools.count()
         self._table: tuple[tuple[Any, ...], Any] = ((), None)
@@ -136,36 +119,6 @@ class Engine:
     @property
     def _is_plain(self) -> bool:
         return not reads_whole_tables(self._runner.kernels, self._runner.numerics)
-
-    def _plan(self, config: EngineConfig, longest: int, memory: int):
-        model = self._runner.config
-        sliding = any(layer.is_sliding for layer in model.owner_layers)
-        itemsize = self._runner.numerics.jnp_dtype.itemsize
-        return plan_cache(
-            page_size=config.page_size,
-            page_bytes=page_bytes(model, config.page_size, itemsize),
-            memory=memory,
-            window=model.sliding_window if sliding else 0,
-            max_chunk=longest,
-            max_model_len=self._max_len,
-            max_num_seqs=self._slots,
-            prefill_tokens=config.prefill_tokens(),
-            spare_pages=config.spare_pages(),
-        )
-
-    def _limits(self, config: EngineConfig, longest: int) -> SchedulerLimits:
-        budget = max(config.prefill_tokens(), longest)
-        return SchedulerLimits(
-            max_num_seqs=self._slots,
-            max_num_batched_tokens=budget,
-            mixed_budget=min(budget, config.mixed_tokens()),
-            row_buckets=prefill_row_buckets(self._slots),
-            chunk_buckets=chunk_buckets(longest),
-            decode_steps=config.decode_steps,
-            decode_steps_waiting=min(STEP_BLOCK, config.decode_steps),
-            max_queue=config.max_queue,
-            prompts_first=config.mixed_batched_tokens is None,
-        )
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -185,22 +138,12 @@ class Engine:
         self._running |= {r.entry.entry_id: r for r in running}
         self._count.prompt_tokens += len(request.prompt_token_ids) * len(running)
 
-    def _start(self, request: EngineRequest, index: int) -> _Running:
-        prompt, params = request.prompt_token_ids, request.params
-        completion = Completion(
-            prompt, params, index, _key(request.seed, index), request.max_tokens,
-            request.eos_ids, self._tokenizer,
-        )  # fmt: skip
+    def _start(self, request: EngineRequest, index: int) -> Running:
         grammar = None if request.grammar is None else self._grammar(request.grammar)
-        entry = Entry(
-            entry_id=next(self._ids),
-            tokens=list(prompt),
-            prompt_len=len(prompt),
-            max_total=len(prompt) + request.max_tokens,
-            one_step=grammar is not None,
-            max_steps=HOST_STOP_STEPS if params.stop else self._max_steps,
-        )
-        return _Running(request, completion, entry, grammar)
+        return start_completion(
+            request, index, next(self._ids),
+            tokenizer=self._tokenizer, grammar=grammar, max_steps=self._max_steps,
+        )  # fmt: skip
 
     def _grammar(self, text: str) -> "GrammarState":
         if self._compiler is None:
@@ -297,7 +240,7 @@ class Engine:
             jax.tree.map(lambda x: x.copy_to_host_async(), call.output)
         self._calls.append(call)
 
-    def _statics(self, rows: Sequence[_Running]) -> SamplingStatics:
+    def _statics(self, rows: Sequence[Running]) -> SamplingStatics:
         invariant = self._runner.numerics.batch_invariant
         return sampling_statics([r.completion for r in rows], self._vocab_size, invariant)
 
@@ -354,7 +297,7 @@ class Engine:
         )
         return CacheLayout(size, slots, ring * page, page), tables
 
-    def _sampling_table(self, rows: Sequence[_Running], size: int) -> Any:
+    def _sampling_table(self, rows: Sequence[Running], size: int) -> Any:
         """The table of a decode call; the same rows come call after call."""
         key = (size, *(r.entry.entry_id for r in rows))
         if self._table[0] != key:
@@ -362,7 +305,7 @@ class Engine:
             self._table = key, self._runner.place(table)
         return self._table[1]
 
-    def _allowed(self, rows: Sequence[_Running | None], size: int) -> Any:
+    def _allowed(self, rows: Sequence[Running | None], size: int) -> Any:
         """Bit masks of the ids that each row may draw; `None` if no row has a grammar."""
         if not any(r and r.grammar for r in rows):
             return None
@@ -411,7 +354,10 @@ class Engine:
             if row.completion.finished:  # by a stop string or an abort, after this call was queued
                 continue
             drawn = [t for t in tokens[i] if t != NO_ID] if tokens and promised else []
-            delta = self._take(row, drawn, None if logprobs is None else _columns(logprobs, i))
+            delta = row.take(drawn, None if logprobs is None else _columns(logprobs, i))
+            self._count.generated_tokens += len(delta.token_ids)
+            if row.completion.finished:
+                self._forget(row)
             self._scheduler.accept(
                 row.entry, delta.token_ids, promised=promised, finished=row.completion.finished
             )
@@ -421,35 +367,7 @@ class Engine:
             self._count.idle_since = None
         return deltas
 
-    def _take(
-        self, row: _Running, drawn: list[int], logprobs: list[TokenLogprobs] | None
-    ) -> CompletionDelta:
-        completion = row.completion
-        before = len(completion.token_ids)
-        text, error = "", None
-        try:
-            text = completion.extend(drawn, logprobs)
-            if row.grammar is not None:
-                for token in completion.token_ids[before:]:
-                    row.grammar.accept(token)
-        except GemmaError as problem:
-            completion.finish_reason, error = "error", str(problem)
-        if completion.finished:
-            self._forget(row)
-        self._count.generated_tokens += len(completion.token_ids) - before
-        return CompletionDelta(
-            request_id=row.request.request_id,
-            index=completion.index,
-            text=text,
-            token_ids=completion.token_ids[before:],
-            logprobs=completion.output_logprobs(before),
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-            num_cached_tokens=row.entry.num_cached or 0,
-            error=error,
-        )
-
-    def _forget(self, row: _Running) -> None:
+    def _forget(self, row: Running) -> None:
         del self._running[row.entry.entry_id]
         siblings = self._by_request[row.request.request_id]
         if all(r.completion.finished for r in siblings):
@@ -473,8 +391,3 @@ def _columns(logprobs: Logprobs, row: int) -> list[TokenLogprobs]:
         logprobs.top_ids[row].tolist(), logprobs.top[row].tolist(), strict=True,
     )  # fmt: skip
     return [TokenLogprobs(*values) for values in columns]
-
-
-def _key(seed: int, index: int) -> np.ndarray:
-    """The random key of completion `index` of a request with `seed`: uint32 [2]."""
-    return np.random.SeedSequence([seed % 2**64, index]).generate_state(2, np.uint32)
