@@ -10,17 +10,17 @@ from gemma_jax.version import __version__
 
 if TYPE_CHECKING:
     from gemma_jax.chat import ChatSession
-    from gemma_jax.llm import LLM, StreamChunk
-    from gemma_jax.outputs import RequestOutput
+    from gemma_jax.llm import LLM
+    from gemma_jax.outputs import RequestOutput, StreamChunk
     from gemma_jax.sampling_params import SamplingParams
 
 __all__ = ["LLM", "ChatSession", "RequestOutput", "SamplingParams", "StreamChunk", "__version__"]
 
 _HOMES = {
     "LLM": "llm",
-    "StreamChunk": "llm",
     "ChatSession": "chat",
     "RequestOutput": "outputs",
+    "StreamChunk": "outputs",
     "SamplingParams": "sampling_params",
 }
 

@@ -4,23 +4,29 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
 from gemma_jax.checkpoint.load import load_checkpoint
 from gemma_jax.compilation_cache import enable_compilation_cache
 from gemma_jax.config import ModelConfig
+from gemma_jax.device_memory import cache_memory
 from gemma_jax.engine_config import EngineConfig
-from gemma_jax.errors import CapacityError, GemmaError, RequestError, UnsupportedError
+from gemma_jax.errors import CapacityError, GemmaError, RequestError
 from gemma_jax.generation_config import GenerationDefaults
+from gemma_jax.llm_arguments import (
+    Params,
+    check_params,
+    engine_config,
+    is_list_of_prompts,
+    params_for,
+)
 from gemma_jax.model.transformer import abstract_model
 from gemma_jax.model_source import resolve_model
-from gemma_jax.outputs import FinishReason, PositionLogprobs, RequestOutput
+from gemma_jax.outputs import PositionLogprobs, RequestOutput, StreamChunk
 from gemma_jax.runner import Runner
 from gemma_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from gemma_jax.score import score_tokens
@@ -33,32 +39,6 @@ from gemma_jax.text_side import Message, Prompt, TextSide, prompt_text
 from gemma_jax.tokenizer import Tokenizer, require_tokenizer
 
 logger = logging.getLogger(__name__)
-
-Params = SamplingParams | Sequence[SamplingParams] | None
-
-HOST_CACHE_BYTES = 512 * 2**20
-"""Memory of the KV cache on a device that does not report its memory, such as a CPU."""
-
-_LORA_KEYS = ("lora_path", "lora_request", "enable_lora", "lora_modules")
-
-
-@dataclass(frozen=True)
-class StreamChunk:
-    """What one device call added to a streamed completion.
-
-    Attributes:
-      text: new text, never half a character and never the beginning of a stop string.
-      token_ids: the new ids.
-      logprobs: one mapping a new id, as in `CompletionOutput`; `None` when not asked for.
-      finish_reason: set on the last chunk only.
-      stop_reason: as in `CompletionOutput`.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[PositionLogprobs] | None = None
 
 
 class LLM:
@@ -84,7 +64,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         **settings: Any,
     ):
-        engine = _engine_config(settings)
+        engine = engine_config(settings)
         mesh = make_mesh(tensor_parallel_size)
         enable_compilation_cache()
         path = resolve_model(model)
@@ -110,7 +90,7 @@ class LLM:
         """
         self = cls.__new__(cls)
         enable_compilation_cache()
-        engine = _engine_config(settings)
+        engine = engine_config(settings)
         text_side = TextSide(config, max_model_len=engine.max_model_len, seed=engine.seed)
         self._set_up(text_side, engine)
         self._bind(leaves)
@@ -171,7 +151,7 @@ class LLM:
             engine = self.engine_config
             self._engine = Engine(
                 self.runner, engine, self.max_model_len,
-                _cache_memory(self.runner, engine),
+                cache_memory(self.runner, engine),
                 self.tokenizer, self.generation_defaults.suppress_tokens, self._grammars,
             )  # fmt: skip
         return self._engine
@@ -210,9 +190,9 @@ class LLM:
         Raises:
           RequestError: a single prompt that cannot run, or lists of different lengths.
         """
-        listed = _is_list_of_prompts(prompts)
+        listed = is_list_of_prompts(prompts)
         many: Sequence[Any] = prompts if listed else [prompts]  # type: ignore[assignment]
-        params = self._params_for(many, sampling_params)
+        params = params_for(many, sampling_params, self.generation_defaults)
         outcomes = [self._try_request(p, q) for p, q in zip(many, params, strict=True)]
         if not listed and isinstance(outcomes[0], GemmaError):
             raise outcomes[0]
@@ -250,7 +230,7 @@ class LLM:
     ) -> Iterator[StreamChunk]:
         """Completes one prompt, yielding text and ids as they come; n must be 1."""
         params = sampling_params or self.generation_defaults.sampling_params()
-        _check_params("sampling_params", params)
+        check_params("sampling_params", params)
         if params.n != 1:
             raise RequestError(f"n={params.n}: a stream has one completion; use generate")
         if params.prompt_logprobs is not None:
@@ -312,24 +292,6 @@ class LLM:
     ) -> str:
         """The text of a conversation up to the opening of the model's turn."""
         return self.text_side.chat_prompt(messages, tools, enable_thinking)
-
-    def _params_for(self, prompts: Sequence[Any], given: Params) -> list[SamplingParams]:
-        if given is None:
-            given = self.generation_defaults.sampling_params()
-        if isinstance(given, SamplingParams):
-            return [given] * len(prompts)
-        if not isinstance(given, list | tuple):
-            raise RequestError(
-                f"sampling_params={given!r}: expected SamplingParams, a list of them, or None"
-            )
-        for i, params in enumerate(given):
-            _check_params(f"sampling_params[{i}]", params)
-        if len(given) != len(prompts):
-            raise RequestError(
-                f"sampling_params: {len(given)} entries for {len(prompts)} prompts; give one for"
-                " all, or one a prompt"
-            )
-        return list(given)
 
     def _try_request(self, prompt: Any, params: SamplingParams) -> "Collector | GemmaError":
         if isinstance(prompt, GemmaError):
@@ -436,55 +398,3 @@ class LLM:
         if k is not None and output.error is None:
             output.prompt_logprobs = self.score(output.prompt_token_ids, k)
         return output
-
-
-def _engine_config(settings: dict[str, Any]) -> EngineConfig:
-    known = EngineConfig.__dataclass_fields__
-    lora = [name for name in _LORA_KEYS if name in settings]
-    if lora:
-        raise UnsupportedError(
-            f"{lora[0]}={settings[lora[0]]!r}: LoRA is not supported; merge the adapter first"
-        )
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        raise TypeError(
-            f"LLM() got unknown argument(s) {', '.join(unknown)}; allowed: {', '.join(known)}"
-        )
-    return EngineConfig(**settings)
-
-
-def _check_params(name: str, params: Any) -> None:
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"{name}={params!r}: expected SamplingParams")
-
-
-def _is_list_of_prompts(prompts: Any) -> bool:
-    """A list of ids is one prompt; any other list holds prompts."""
-    if isinstance(prompts, str | Mapping | np.ndarray) or not isinstance(prompts, Sequence):
-        return False
-    return not (prompts and all(isinstance(x, int | np.integer) for x in prompts))
-
-
-def _cache_memory(runner: Runner, engine: EngineConfig) -> int:
-    """Bytes that the KV cache may take beside weights, what else is in use, and activations."""
-    stats = jax.devices()[0].memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    if limit is None:
-        return HOST_CACHE_BYTES
-    weights = sum(x.nbytes for x in runner.leaves)
-    used = max(stats.get("bytes_in_use", 0), weights)
-    free = int(limit * engine.gpu_memory_utilization) - used
-    return free - activation_bytes(runner.config, engine.prefill_tokens(), engine.max_num_seqs)
-
-
-def activation_bytes(config: ModelConfig, prefill_tokens: int, rows: int) -> int:
-    """Bytes that the intermediates of a call may take: a bound on both kinds of call.
-
-    A prompt token holds a gate|up row and its product, and a few rows of the residual stream and
-    of queries; a row whose logits are wanted holds several float32 rows of the vocabulary.
-    """
-    widest = max(layer.intermediate_size for layer in config.layers)
-    heads = max(layer.num_kv_heads * layer.num_groups * layer.head_dim for layer in config.layers)
-    ple = config.num_hidden_layers * config.hidden_size_per_layer_input
-    a_token = 4 * (3 * widest + 8 * config.hidden_size + 4 * heads + 2 * ple)
-    return prefill_tokens * a_token + rows * config.vocab_size * 4 * 6

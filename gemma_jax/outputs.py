@@ -97,3 +97,22 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """What one device call added to a streamed completion.
+
+    Attributes:
+      text: new text, never half a character and never the beginning of a stop string.
+      token_ids: the new ids.
+      logprobs: one mapping a new id, as in `CompletionOutput`; `None` when not asked for.
+      finish_reason: set on the last chunk only.
+      stop_reason: as in `CompletionOutput`.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[PositionLogprobs] | None = None
