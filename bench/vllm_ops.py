@@ -1,7 +1,7 @@
 """vLLM's own kernels at the sizes of our cases: random inputs, the call, and what it should give.
 
-The only file of the benchmarks that imports torch and vLLM (0.25.1), inside the functions that need
-them. Arguments are those of vLLM's Triton attention backend and of its Gemma 4 model:
+torch and vLLM (0.25.1) are imported inside the functions that need them. Arguments are those of
+vLLM's Triton attention backend and of its Gemma 4 model:
 
 - `unified_attention` reads a paged cache. Its 3-D kernel, which cuts the keys into 16 segments,
   runs where each sequence has one query and there are at most 128 / key heads of them, as in vLLM.

@@ -1,32 +1,15 @@
 """Cases of `invariant_matmul`: E2B's products in prefill and decode, then edges."""
 
-import functools
-
-import jax
-import jax.numpy as jnp
-
 from gemma_jax.numerics import Numerics
-from gemma_jax.pallas.cases import Case, normal
+from gemma_jax.pallas.cases import Case
+from gemma_jax.pallas.cases.skinny_matmul import product_case
 from gemma_jax.pallas.invariant_matmul import invariant_matmul
-
-
-def _inputs(n: int, f: int, k: int, dtype: str, seed: int) -> dict[str, jax.Array]:
-    draw = normal(seed)
-    return {"x": draw((n, k), dtype), "w": draw((f, k), dtype, scale=k**-0.5)}
 
 
 def matmul_case(name: str, n: int, f: int, k: int, dtype: str = "bfloat16", bench=False) -> Case:
     """x [n, k] times w [f, k]."""
-    size = jnp.dtype(dtype).itemsize
-    return Case(
-        op="invariant_matmul",
-        name=f"{name}, {n} rows" if bench else name,
-        inputs=functools.partial(_inputs, n, f, k, dtype),
-        call=functools.partial(invariant_matmul, numerics=Numerics(dtype, batch_invariant=True)),
-        bench=bench,
-        flops=2.0 * n * f * k,
-        bytes=float(size * (f * k + n * (f + k))),
-    )
+    numerics = Numerics(dtype, batch_invariant=True)
+    return product_case(invariant_matmul, name, n, f, k, numerics, bench=bench)
 
 
 _E2B = {

@@ -1,6 +1,8 @@
 """Cases of `skinny_matmul`: the plain products of a decode step."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +28,26 @@ def matmul_case(
     name: str, b: int, n: int, k: int, dtype: str = "bfloat16", parts: int = PLAIN, bench=False
 ) -> Case:
     """x [b, k] times w [n, k], or gate|up [2, n, k]."""
-    size = jnp.dtype(dtype).itemsize
+    return product_case(skinny_matmul, name, b, n, k, Numerics(dtype), parts, bench)
+
+
+def product_case(
+    op: Callable[..., Any],
+    name: str,
+    b: int,
+    n: int,
+    k: int,
+    numerics: Numerics,
+    parts: int = PLAIN,
+    bench: bool = False,
+) -> Case:
+    """The same product by `op`, which takes x, w, numerics and implementation."""
+    size = jnp.dtype(numerics.dtype).itemsize
     return Case(
-        op="skinny_matmul",
+        op=op.__name__,
         name=f"{name}, {b} rows" if bench else name,
-        inputs=functools.partial(_inputs, b, n, k, dtype, parts),
-        call=functools.partial(skinny_matmul, numerics=Numerics(dtype)),
+        inputs=functools.partial(_inputs, b, n, k, numerics.dtype, parts),
+        call=functools.partial(op, numerics=numerics),
         bench=bench,
         flops=2.0 * b * parts * n * k,
         bytes=float(size * (parts * n * k + b * (n + k))),
