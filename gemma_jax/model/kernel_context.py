@@ -217,10 +217,10 @@ class KernelPrefillContext(_KernelContext, PrefillContext):
             return self._attend_chunk(layer, q)
         if self._rows.shape[1] != 1:
             raise ValueError(f"{self._rows.shape[1]} selected rows a sequence: expected one")
-        ends = jnp.where(self._lengths > 0, self.positions[:, 0] + 1, 0)
-        implementation = self.ops.kernels.of("decode_attention")
-        table = self._cache.table(layer)
-        return self._attend_cache(layer, q[:, None], ends, table, implementation)
+        return self._attend_cache(
+            layer, q[:, None], jnp.where(self._lengths > 0, self.positions[:, 0] + 1, 0),
+            self._cache.table(layer), self.ops.kernels.of("decode_attention"),
+        )  # fmt: skip
 
 
 class KernelDecodeContext(DecodeContext):
