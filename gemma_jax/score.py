@@ -34,7 +34,7 @@ class ScoringPass:
     ):
         self._runner, self._token_ids, self._page_size, self._k = runner, token_ids, page_size, k
         self._length, self._queued = len(token_ids) - 1, 0
-        self._size = pick(min(max(self._length, 1), max_chunk), chunk_buckets(max_chunk), "chunk")
+        self._size = pick(min(self._length, max_chunk), chunk_buckets(max_chunk), "chunk")
         self._cache: Any = None
         self.values: list[TokenLogprobs] = []
 
@@ -52,8 +52,8 @@ class ScoringPass:
         """Queues the next chunk; its results for `take`, [1, T, …]."""
         if self._cache is None:
             self._layout, self._tables = self._plan()
-            pages = (t.shape[1] for t in (self._tables.full, self._tables.window))
-            self._cache = self._runner.new_cache(*pages, self._page_size)
+            full, window = self._tables.full.shape[1], self._tables.window.shape[1]
+            self._cache = self._runner.new_cache(full, window, self._page_size)
         start = self._queued
         chunk, targets = _chunk(self._token_ids, start, self._size)
         self._cache, logprobs = self._runner.score(

@@ -1,11 +1,13 @@
 """The prompt as a completion repeats it: its text, and where each of its tokens is in it."""
 
-from collections.abc import Sequence
+import codecs
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from gemma_jax.outputs import Logprob
 from gemma_jax.serve.bodies import TextOrIds
-from gemma_jax.tokenizer import IncrementalDetokenizer, Tokenizer, require_tokenizer
+from gemma_jax.tokenizer import Tokenizer, require_tokenizer
 
 _NO_TOKEN = Logprob(0.0)
 
@@ -51,14 +53,31 @@ def echo(
 
 
 def _offsets(prompt: TextOrIds, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
-    """Where each token begins in the text; one inside a character begins with that."""
-    is_text = isinstance(prompt, str)
+    """Where each token begins in the text; a byte inside a character begins where that does."""
+    hidden: Collection[int] = () if isinstance(prompt, str) else tokenizer.special_ids
     bos = tokenizer.id_to_token(token_ids[0]) or ""
-    added_bos = is_text and token_ids[0] == tokenizer.bos_token_id and not prompt.startswith(bos)
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=not is_text)
-    offsets, offset = [], 0
-    for index, token in enumerate(token_ids):
-        offsets.append(offset)
-        if index > 0 or not added_bos:
-            offset += len(detokenizer.push([token]))
+    if isinstance(prompt, str) and not prompt.startswith(bos):
+        hidden = token_ids[:1] if token_ids[0] == tokenizer.bos_token_id else ()
+    offsets: list[int] = []
+    offset = 0
+    for is_byte, run in itertools.groupby(token_ids, lambda i: i in tokenizer.byte_ids):
+        if is_byte:
+            ids = list(run)
+            text = tokenizer.decode(ids)
+            offsets += (offset + begun for begun in _characters_before(ids, text, tokenizer))
+            offset += len(text)
+            continue
+        for token in run:
+            offsets.append(offset)
+            offset += 0 if token in hidden else len(tokenizer.id_to_token(token) or "")
     return offsets
+
+
+def _characters_before(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> Sequence[int]:
+    """Characters that have ended before each of some byte tokens, which together are `text`."""
+    if len(text) == len(ids):  # ASCII, or no UTF-8: each byte is a character or a U+FFFD
+        return range(len(ids))
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="ignore")
+    spellings = [tokenizer.id_to_token(i) or "" for i in ids]  # <0xE2>
+    ended = [len(decoder.decode(bytes([int(s[3:5], 16)]))) for s in spellings]
+    return [0, *itertools.accumulate(ended)][:-1]

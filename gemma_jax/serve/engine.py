@@ -191,11 +191,12 @@ class Engine:
         self._by_request[request.request_id] = running
         self._running |= {r.entry.entry_id: r for r in running}
         self._count.prompt_tokens += len(request.prompt_token_ids) * request.params.n
-        if request.params.prompt_logprobs is not None:
+        asks = request.params.prompt_logprobs is not None
+        if asks and len(request.prompt_token_ids) > 1:
             self._held[request.request_id] = []
             self._scores.add(request)
-        elif not running:
-            self._end_prompt(request, None)
+        elif asks or not running:
+            self._end_prompt(request, [None] if asks else None)
 
     def _start(self, request: EngineRequest, index: int) -> _Running:
         prompt, params = request.prompt_token_ids, request.params

@@ -51,7 +51,7 @@ class PromptScores:
         return bool(self._unqueued)
 
     def add(self, request: EngineRequest) -> None:
-        """Queues the prompt of a request with `prompt_logprobs`."""
+        """Queues the prompt, of two tokens or more, of a request with `prompt_logprobs`."""
         k = request.params.prompt_logprobs
         assert k is not None
         scoring = ScoringPass(
