@@ -174,9 +174,9 @@ def completion_request(body: Any, defaults: GenerationDefaults = NO_DEFAULTS) ->
         sampling["logprobs"] = fields["logprobs"]
         if echo:
             sampling["prompt_logprobs"] = _echoed_logprobs(fields)
-    prompt_only = echo and _is_id(fields.get("max_tokens")) and fields["max_tokens"] == 0
+    prompt_only = _prompt_only(fields, echo)
     if prompt_only:
-        sampling |= {"max_tokens": None, "min_tokens": 0}
+        sampling["max_tokens"] = None
     return CompletionRequest(
         model=_typed(fields, "model", str, None),
         prompts=_prompts(fields["prompt"]),
@@ -281,6 +281,18 @@ def _chat_logprobs(fields: Body) -> int | None:
     return top if wanted else None
 
 
+def _prompt_only(fields: Body, echo: bool) -> bool:
+    """Return whether nothing is to be generated: `max_tokens` 0."""
+    limit, least = fields.get("max_tokens"), fields.get("min_tokens")
+    if not _is_integer(limit) or limit:
+        return False
+    if not echo:
+        raise RequestError("max_tokens is 0; expected an integer >= 1, or 0 with echo=true")
+    if least:
+        raise RequestError(f"min_tokens is {reprlib.repr(least)}, more than max_tokens (0)")
+    return True
+
+
 def _echoed_logprobs(fields: Body) -> Any:
     """Return how many best tokens a position of an echoed prompt has."""
     wanted = fields["logprobs"]
@@ -374,7 +386,7 @@ def _prompts(value: Any) -> list[TextOrIds]:
         )
     if not value:
         raise RequestError("prompt is an empty list; give at least one prompt")
-    if _is_id(value[0]):
+    if _is_integer(value[0]):
         return [_prompt(value, "prompt")]
     return [_prompt(item, f"prompt[{index}]") for index, item in enumerate(value)]
 
@@ -387,12 +399,12 @@ def _prompt(value: Any, where: str) -> TextOrIds:
     if not isinstance(value, list):
         raise RequestError(f"{where} is {reprlib.repr(value)}; expected a string or token ids")
     for index, item in enumerate(value):
-        if not _is_id(item):
+        if not _is_integer(item):
             raise RequestError(f"{where}[{index}] is {reprlib.repr(item)}; expected a token id")
     return value
 
 
-def _is_id(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

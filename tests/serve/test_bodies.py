@@ -166,6 +166,7 @@ def test_a_bad_chat_field_is_refused_by_name(fields, error, param):
         ({"prompt_logprobs": 21}, RequestError, "prompt_logprobs"),
         ({"max_tokens": 0}, RequestError, "max_tokens"),
         ({"max_tokens": False, "echo": True}, RequestError, "max_tokens"),
+        ({"max_tokens": 0, "min_tokens": 1, "echo": True}, RequestError, "min_tokens"),
         ({"logprobs": True}, RequestError, "logprobs"),
         ({"messages": []}, RequestError, "messages"),
     ],
