@@ -11,10 +11,10 @@ import numpy as np
 
 from gemma_jax.buckets import ID_LIST_BUCKETS, pick
 from gemma_jax.call_arrays import Chunk, DecodeRows, PageTables
-from gemma_jax.sampling import NO_ID, SamplingStatics, SamplingTable
+from gemma_jax.sampling import FEW_CANDIDATES, NO_ID, SamplingStatics, SamplingTable
 from gemma_jax.sequence import Sequence as Completion
 
-CANDIDATE_BUCKETS = (64, 256, 1024)
+CANDIDATE_BUCKETS = (FEW_CANDIDATES, 256, 1024)
 """Largest top_k served by a partial sort; anything larger sorts the vocabulary."""
 LOGPROB_BUCKETS = (0, 1, 5, 20)
 # Larger values of a request mean the same as these, which the arrays can hold.
@@ -27,8 +27,8 @@ def sampling_statics(
 ) -> SamplingStatics:
     """The compile-time needs of a batch.
 
-    With `batch_invariant` every draw sorts the whole vocabulary: how many candidates a row is cut
-    to must not depend on the others.
+    With `batch_invariant` draws have `FEW_CANDIDATES` when no row asks for more, and otherwise sort
+    the whole vocabulary; no row sees a difference between these two.
     """
     params = [s.params for s in sequences]
     sampled = [p for p in params if p.temperature > 0]
@@ -36,13 +36,16 @@ def sampling_statics(
     logprobs = min(pick(max(asked), LOGPROB_BUCKETS, "logprobs"), vocab_size) if asked else None
     filters = [p for p in sampled if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
     candidates = _candidates([p.top_k for p in sampled], vocab_size) if filters else None
+    if batch_invariant and sampled and candidates != FEW_CANDIDATES:
+        candidates = 0
     return SamplingStatics(
         greedy=not sampled,
-        candidates=0 if batch_invariant and sampled else candidates,
+        candidates=candidates,
         penalties=any(
             p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1 for p in params
         ),
         logprobs=logprobs,
+        batch_invariant=batch_invariant and bool(sampled),
     )
 
 

@@ -394,7 +394,4 @@ class LLM:
                 f"request-{next(self._ids)}", prompt_text(prompt), [], finished=True,
                 error=str(outcome),
             )  # fmt: skip
-        output, k = outcome.output(), outcome.request.params.prompt_logprobs
-        if k is not None and output.error is None:
-            output.prompt_logprobs = self.score(output.prompt_token_ids, k)
-        return output
+        return outcome.output()

@@ -23,6 +23,8 @@ class Logprob:
 
 # Token id -> Logprob at one position; the sampled (or prompt) token is always a key.
 PositionLogprobs = dict[int, Logprob]
+# One a token of a prompt; the first, which nothing precedes, is None.
+PromptLogprobs = list[PositionLogprobs | None]
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     metrics: RequestMetrics | None = None

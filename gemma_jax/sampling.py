@@ -22,6 +22,9 @@ FUSED_STOP_IDS = 8
 """Up to so many stop ids are compared with every id, which XLA fuses with the soft cap before and
 the argmax after it: no float32 logits in memory. A longer list is scattered."""
 
+FEW_CANDIDATES = 64
+"""Rows with a top_k of at most this are filtered among so many in every batch-invariant program."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass
@@ -89,12 +92,14 @@ class SamplingStatics:
         row has top_k, top_p or min_p.
       penalties: some row has a presence, frequency or repetition penalty.
       logprobs: alternatives reported a token; `None` reports no log-probabilities at all.
+      batch_invariant: what a row draws is the same with `FEW_CANDIDATES` and with all.
     """
 
     greedy: bool = True
     candidates: int | None = None
     penalties: bool = False
     logprobs: int | None = None
+    batch_invariant: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -204,7 +209,7 @@ def _draw(
         )  # fmt: skip
     else:
         kept, ids = lax.top_k(logits, logits.shape[1])
-    kept = _filter(kept, logits, table)
+    kept = _filter_alike(kept, table) if statics.batch_invariant else _filter(kept, table)
     best = jnp.argmax(kept + jnp.take_along_axis(noise, ids, axis=-1), axis=-1)
     return jnp.take_along_axis(ids, best[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
@@ -214,7 +219,23 @@ def _gumbel(key: jax.Array, count: jax.Array, size: int) -> jax.Array:
     return jax.random.gumbel(step_key, (size,), jnp.float32)
 
 
-def _filter(kept: jax.Array, logits: jax.Array, table: SamplingTable) -> jax.Array:
+def _filter_alike(kept: jax.Array, table: SamplingTable) -> jax.Array:
+    """`_filter` that adds as many probabilities for a row, however many candidates there are.
+
+    `lax.top_k` and `top_candidates` order alike, so the first `FEW_CANDIDATES` are the same ones.
+    """
+    few = min(FEW_CANDIDATES, kept.shape[1])
+    # Compiled by itself, whatever surrounds it.
+    first = lax.optimization_barrier(_filter(lax.optimization_barrier(kept[:, :few]), table))
+    rest = kept.shape[1] - few
+    if not rest:
+        return first
+    first = jnp.pad(first, ((0, 0), (0, rest)), constant_values=-jnp.inf)
+    needs_few = (table.top_k > 0) & (table.top_k <= few)
+    return jnp.where(needs_few[:, None], first, _filter(kept, table))
+
+
+def _filter(kept: jax.Array, table: SamplingTable) -> jax.Array:
     """-inf where min_p, top_k or top_p drops a candidate; `kept` [B, n] is sorted, best first."""
     rank = jnp.arange(kept.shape[1])
     min_p = jnp.log(table.min_p)[:, None]  # -inf when off

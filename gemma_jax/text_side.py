@@ -158,29 +158,33 @@ class TextSide:
         params: SamplingParams,
         request_id: str,
         grammar: str | None = None,
+        prompt_only: bool = False,
     ) -> EngineRequest:
         """The request of one prompt, checked, with `max_tokens` cut to the context.
 
+        With `prompt_only` nothing is generated, whatever `params.max_tokens` says.
+
         Raises:
           RequestError: the prompt, or its parameters with this model, cannot run.
-          ContextLengthError: the prompt fills the context.
+          ContextLengthError: the prompt fills the context, or with `prompt_only` exceeds it.
           UnsupportedError: as for `tokenize`.
         """
         ids = self.tokenize(prompt)
         params.check_vocab(self.config.vocab_size)
         room = self.max_model_len - len(ids)
-        if room < 1:
+        if room < (0 if prompt_only else 1):
             raise ContextLengthError(
                 f"prompt: {len(ids)} tokens leave no room in a context of {self.max_model_len};"
                 " shorten it or raise max_model_len"
             )
+        limit = 0 if prompt_only else params.max_tokens
         if params.stop:
             require_tokenizer(self.tokenizer, "stop strings")
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=ids,
             params=params,
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            max_tokens=room if limit is None else min(limit, room),
             eos_ids=() if params.ignore_eos else tuple(self.defaults.eos_token_ids),
             seed=params.seed if params.seed is not None else int(self._seeds.integers(2**63)),
             grammar=grammar,

@@ -32,5 +32,7 @@ def test_in_batch_invariant_mode_no_neighbour_decides_how_many_candidates_a_row_
     batches = [alone, *([*alone, sequence(**{"temperature": 1.0} | n)] for n in neighbours)]
     usual = {sampling_statics(batch, 4096).candidates for batch in batches}
     assert usual == {64, 1024, 0}
-    assert {sampling_statics(batch, 4096, True).candidates for batch in batches} == {0}
+    assert [sampling_statics(batch, 4096, True).candidates for batch in batches] == [64, 0, 0, 64]
+    other = [sequence(temperature=1.0, top_k=65)]
+    assert sampling_statics(other, 4096, True).candidates == 0
     assert sampling_statics([sequence(temperature=0.0)], 4096, True).candidates is None

@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from gemma_jax import sampling
 from gemma_jax.batch_arrays import (
     CANDIDATE_BUCKETS,
     PromptPart,
@@ -232,6 +235,47 @@ def test_the_candidates_bucket_changes_no_draw():
         draw(logits, rows, statics=SamplingStatics(greedy=False, candidates=n)) for n in (16, 64, 0)
     ]
     assert results[0] == results[1] == results[2]
+
+
+WIDE = 200  # ids, more than the few candidates
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**20), levels=st.integers(1, 6), top_k=st.integers(1, 64),
+    eighths=st.integers(1, 8), min_p=st.sampled_from([0.0, 0.25]),
+)  # fmt: skip
+def test_in_batch_invariant_mode_a_neighbour_that_sorts_all_changes_no_draw(
+    seed, levels, top_k, eighths, min_p
+):
+    """Few levels tie often, and their sums meet top_p exactly."""
+    rng = np.random.default_rng(seed)
+    logits = np.log2(rng.integers(1, levels + 1, (16, WIDE))).astype(np.float32)
+    asked = {"temperature": 1.0, "top_k": top_k, "top_p": eighths / 8, "min_p": min_p}
+    mine = [sequence(i, **asked) for i in range(15)]
+    results = []
+    for last, candidates in (({"top_k": 1}, 64), ({"top_k": 65}, 0), ({}, 0), ({"top_p": 0.9}, 0)):
+        rows = [*mine, sequence(99, **{"temperature": 1.0} | last)]
+        statics = sampling_statics(rows, WIDE, batch_invariant=True)
+        assert statics.candidates == candidates
+        table, state = sampling_table(rows, 16, ()), row_state(rows, 16, WIDE, False)
+        results.append(np.asarray(run(jnp.asarray(logits), table, state, statics))[:15].tolist())
+    assert results[1:] == results[:1] * 3
+
+
+def test_the_few_candidates_are_filtered_to_the_same_bits_among_all():
+    """Each top_p is a sum of probabilities: one other bit of it keeps another candidate."""
+    rng = np.random.default_rng(0)
+    kept = -np.sort(-rng.normal(0, 1, (16, WIDE)).astype(np.float32))
+    first = jax.nn.softmax(jnp.asarray(kept[:, :64]))
+    sums = np.asarray(jnp.cumsum(first, axis=1) - first)[np.arange(16), np.arange(16, 32)]
+    rows = [sequence(i, top_k=64 - 49 * (i % 2), top_p=float(p)) for i, p in enumerate(sums)]
+    alike = jax.jit(sampling._filter_alike)
+    table = sampling_table(rows, 16, ())
+    few, every = alike(jnp.asarray(kept[:, :64]), table), alike(jnp.asarray(kept), table)
+    np.testing.assert_array_equal(every[:, :64], few)
+    assert not np.isfinite(every[:, 64:]).any()
+    assert np.isfinite(few).sum(1).min() > 1
 
 
 def test_seeds_and_steps_give_different_draws():

@@ -204,13 +204,13 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
         help="run every cell in that mode; any other bit is a failure",
     )
     group = parser.add_argument_group("cells")
-    for name, default, text in (
-        ("--batches", "1,8,64,256", "sequences that run together"),
-        ("--contexts", "128,2048,16384,32768", "prompt tokens"),
-        ("--chunks", "0", "max_num_batched_tokens; 0 is the engine's"),
+    for name, kind, default, text in (
+        ("--batches", _sizes, "1,8,64,256", "sequences that run together"),
+        ("--contexts", _sizes, "128,2048,16384,32768", "prompt tokens"),
+        ("--chunks", _positions, "0", "max_num_batched_tokens; 0 is the engine's"),
     ):
         group.add_argument(
-            name, type=_positions, default=default, metavar="N,N,…", help=f"{text} (%(default)s)"
+            name, type=kind, default=default, metavar="N,N,…", help=f"{text} (%(default)s)"
         )
     for name, default, choices, text in (
         ("--fast-prefills", "on,off", ("on", "off"), "on,off"),
@@ -223,7 +223,9 @@ def _add_matrix(parser: argparse.ArgumentParser) -> None:
     _number(group, "--prompts-per-context", 8, "different prompts; a batch repeats them in turn")
     _number(group, "--max-tokens", 32, "tokens to generate from each")
     _number(group, "--logprobs", 8, "candidates a token, 2 to 20")
-    group.add_argument("--seed", type=int, default=0, help="of the random prompts (%(default)s)")
+    group.add_argument(
+        "--seed", type=_seed, default=0, metavar="N", help="of the random prompts (%(default)s)"
+    )
 
 
 def _number(group: argparse._ActionsContainer, name: str, default: int, text: str) -> None:
@@ -238,10 +240,26 @@ def _positive(value: str) -> int:
     return int(value)
 
 
+def _seed(value: str) -> int:
+    if not value.isdecimal():
+        raise argparse.ArgumentTypeError(f"{value!r}: expected an integer of at least 0")
+    return int(value)
+
+
 def _positions(value: str) -> list[int]:
+    return _integers(value, 0)
+
+
+def _sizes(value: str) -> list[int]:
+    return _integers(value, 1)
+
+
+def _integers(value: str, low: int) -> list[int]:
     parts = value.split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{value!r}: expected integers with commas between")
+    if not all(part.isdecimal() and int(part) >= low for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{value!r}: expected integers of at least {low} with commas between"
+        )
     return [int(part) for part in parts]
 
 

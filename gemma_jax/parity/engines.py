@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from gemma_jax.parity.records import Stream
 from gemma_jax.parity.vllm_checkpoint import vllm_checkpoint
 
 ENGINES = ("gemma-jax", "transformers", "vllm", "openai-url")
+HOST = "worker_host.py"
 WORKERS = {"transformers": ("hf_worker.py", "torch"), "vllm": ("vllm_worker.py", "vllm")}
 _LAST_LINES = 12
 
@@ -98,7 +100,8 @@ def record_together(
     Args:
       jobs: of one engine, model, dtype, interpreter and options.
       environment: variables to set for the worker.
-      timeout_s: the worker and all that it started is stopped after this time.
+      timeout_s: the worker and all that it started is stopped after this time. It is also stopped
+        when this process ends, however that happens.
       log: keeps what the worker prints.
 
     Raises:
@@ -120,7 +123,8 @@ def record_together(
         for i, job in enumerate(jobs):
             files += [folder / f"{i}.json", folder / f"{i}.jsonl"]
             files[-2].write_text(json.dumps(_message(job, model, identity)))
-        command = [first.python, str(Path(__file__).with_name(script)), *map(str, files)]
+        scripts = [str(Path(__file__).with_name(name)) for name in (HOST, script)]
+        command = [first.python, *scripts, *map(str, files)]
         log = log or folder / "log"
         code = _run(command, own, timeout_s, log)
         if code != 0 or not all(file.is_file() for file in files[1::2]):
@@ -149,19 +153,40 @@ def _run(
     command: list[str], environment: Mapping[str, str], timeout_s: float | None, log: Path
 ) -> int | None:
     """Exit code; `None` when it was stopped. It has a process group of its own."""
-    with log.open("wb") as file:
+    with log.open("wb") as file, _sigterm_raises():
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=dict(environment),
-            start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
+            env=dict(environment), start_new_session=True,
         )  # fmt: skip
-        try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        with process:  # closes the pipe
+            try:
+                return process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM ends the process as Ctrl-C does, with what it has begun cleaned up."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL  # somebody else's
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def _recorded(file: Path, identity: dict[str, Any]) -> Recorded:

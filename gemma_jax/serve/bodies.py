@@ -28,7 +28,7 @@ _UNKNOWN = " is not a known field"
 _SAMPLING_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
     "max_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "skip_special_tokens", "include_stop_str_in_output",
+    "logit_bias", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs",
 )  # fmt: skip
 _SHARED_FIELDS = (
     "model", "stream", "stream_options", "logprobs", "response_format", *_SAMPLING_FIELDS
@@ -65,7 +65,6 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning": (),
     "structured_outputs": (),
     "suffix": ("",),
@@ -89,6 +88,7 @@ class ChatRequest:
       thinking: ask the model to think first.
       grammar: llguidance grammar of `response_format`, or None.
       stream, include_usage: whether to stream, and to end the stream with a usage chunk.
+      prompt_logprobs: answer with those of the prompt, too.
       hide_special_tokens: leave the special tokens out of what the client sees.
     """
 
@@ -100,6 +100,7 @@ class ChatRequest:
     grammar: str | None
     stream: bool
     include_usage: bool
+    prompt_logprobs: bool
     hide_special_tokens: bool
 
 
@@ -111,17 +112,20 @@ class CompletionRequest:
       model: the name asked for, or None.
       prompts: one text or id list a prompt, in order.
       params: of every completion of every prompt.
-      echo: begin each text with its prompt.
-      grammar, stream, include_usage: as in `ChatRequest`.
+      echo: begin each text with its prompt, and log-probabilities with those of the prompt.
+      prompt_only: generate nothing; each text is its prompt.
+      grammar, stream, include_usage, prompt_logprobs: as in `ChatRequest`.
     """
 
     model: str | None
     prompts: list[TextOrIds]
     params: SamplingParams
     echo: bool
+    prompt_only: bool
     grammar: str | None
     stream: bool
     include_usage: bool
+    prompt_logprobs: bool
 
 
 def chat_request(body: Any, defaults: GenerationDefaults = NO_DEFAULTS) -> ChatRequest:
@@ -150,6 +154,7 @@ def chat_request(body: Any, defaults: GenerationDefaults = NO_DEFAULTS) -> ChatR
         grammar=_grammar(fields, thinking, bool(tools)),
         stream=_typed(fields, "stream", bool, False),
         include_usage=_include_usage(fields),
+        prompt_logprobs=_prompt_logprobs(fields),
         hide_special_tokens=params.skip_special_tokens,
     )
 
@@ -157,7 +162,8 @@ def chat_request(body: Any, defaults: GenerationDefaults = NO_DEFAULTS) -> ChatR
 def completion_request(body: Any, defaults: GenerationDefaults = NO_DEFAULTS) -> CompletionRequest:
     """Return the checked request of a /v1/completions body; arguments and errors as above.
 
-    Without a limit in body or `defaults`, a completion has at most 16 tokens.
+    Without a limit in body or `defaults`, a completion has at most 16 tokens. With `echo` the limit
+    may be 0.
     """
     fields = _checked_fields(body, _COMPLETION_FIELDS)
     if "prompt" not in fields:
@@ -167,15 +173,20 @@ def completion_request(body: Any, defaults: GenerationDefaults = NO_DEFAULTS) ->
     if "logprobs" in fields:
         sampling["logprobs"] = fields["logprobs"]
         if echo:
-            raise UnsupportedError("echo with logprobs is not supported; ask for one of them")
+            sampling["prompt_logprobs"] = _echoed_logprobs(fields)
+    prompt_only = _prompt_only(fields, echo)
+    if prompt_only:
+        sampling["max_tokens"] = None
     return CompletionRequest(
         model=_typed(fields, "model", str, None),
         prompts=_prompts(fields["prompt"]),
         params=defaults.sampling_params().replace(**sampling),
         echo=echo,
+        prompt_only=prompt_only,
         grammar=_grammar(fields, thinking=False, tools=False),
         stream=_typed(fields, "stream", bool, False),
         include_usage=_include_usage(fields),
+        prompt_logprobs=_prompt_logprobs(fields),
     )
 
 
@@ -270,6 +281,35 @@ def _chat_logprobs(fields: Body) -> int | None:
     return top if wanted else None
 
 
+def _prompt_only(fields: Body, echo: bool) -> bool:
+    """Return whether nothing is to be generated: `max_tokens` 0."""
+    limit, least = fields.get("max_tokens"), fields.get("min_tokens")
+    if not _is_integer(limit) or limit:
+        return False
+    if not echo:
+        raise RequestError("max_tokens is 0; expected an integer >= 1, or 0 with echo=true")
+    if least:
+        raise RequestError(f"min_tokens is {reprlib.repr(least)}, more than max_tokens (0)")
+    return True
+
+
+def _echoed_logprobs(fields: Body) -> Any:
+    """Return how many best tokens a position of an echoed prompt has."""
+    wanted = fields["logprobs"]
+    if fields.get("prompt_logprobs", wanted) != wanted:
+        raise RequestError(
+            f"prompt_logprobs is {reprlib.repr(fields['prompt_logprobs'])}, but logprobs, which"
+            f" echo also gives of the prompt, is {reprlib.repr(wanted)}; give one of them"
+        )
+    return wanted
+
+
+def _prompt_logprobs(fields: Body) -> bool:
+    if "prompt_logprobs" in fields and fields.get("stream"):
+        raise RequestError("prompt_logprobs is only for stream=false")
+    return "prompt_logprobs" in fields
+
+
 def _tools(fields: Body) -> list[Any]:
     """Return the tools that the model may call."""
     tools = _typed(fields, "tools", list, [])
@@ -346,7 +386,7 @@ def _prompts(value: Any) -> list[TextOrIds]:
         )
     if not value:
         raise RequestError("prompt is an empty list; give at least one prompt")
-    if _is_id(value[0]):
+    if _is_integer(value[0]):
         return [_prompt(value, "prompt")]
     return [_prompt(item, f"prompt[{index}]") for index, item in enumerate(value)]
 
@@ -359,12 +399,12 @@ def _prompt(value: Any, where: str) -> TextOrIds:
     if not isinstance(value, list):
         raise RequestError(f"{where} is {reprlib.repr(value)}; expected a string or token ids")
     for index, item in enumerate(value):
-        if not _is_id(item):
+        if not _is_integer(item):
             raise RequestError(f"{where}[{index}] is {reprlib.repr(item)}; expected a token id")
     return value
 
 
-def _is_id(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from gemma_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from gemma_jax.outputs import CompletionOutput, PromptLogprobs, RequestMetrics, RequestOutput
 from gemma_jax.serve.request import CompletionDelta, EngineRequest
 
 
@@ -29,6 +29,7 @@ class Collector:
             CompletionOutput(i, "", [], logprobs=[] if wanted else None)
             for i in range(self.request.params.n)
         ]
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._error: str | None = None
         self._num_cached = 0
 
@@ -41,6 +42,8 @@ class Collector:
         output = self._outputs[delta.index]
         if self.first_token_time is None and delta.token_ids:
             self.first_token_time = time.monotonic()
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
         output.text += delta.text
         output.token_ids += delta.token_ids
         if output.logprobs is not None and delta.logprobs is not None:
@@ -61,6 +64,7 @@ class Collector:
             request_id=self.request.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs if self._error is None else None,
             outputs=self._outputs if self._error is None else [],
             finished=self.finished,
             metrics=RequestMetrics(self.arrival_time, self.first_token_time, self.finished_time),

@@ -30,12 +30,14 @@ from gemma_jax.engine_config import EngineConfig
 from gemma_jax.errors import RequestError, UnsupportedError
 from gemma_jax.model.cache import CacheLayout
 from gemma_jax.model.kernel_context import reads_whole_tables
+from gemma_jax.outputs import PromptLogprobs
 from gemma_jax.runner import STEP_BLOCK, Runner
 from gemma_jax.sampling import NO_ID, Logprobs, RowState, SamplingStatics
 from gemma_jax.sequence import TokenLogprobs
 from gemma_jax.serve.engine_sizes import cache_sizes, scheduler_limits
 from gemma_jax.serve.entry import DecodePlan, Entry, PrefillPlan
 from gemma_jax.serve.pages import KVPages
+from gemma_jax.serve.prompt_scores import PromptScores, ScoreCall
 from gemma_jax.serve.rehearsal import Rehearsal
 from gemma_jax.serve.request import CompletionDelta, EngineRequest, EngineStats
 from gemma_jax.serve.running import Running, start_completion
@@ -105,9 +107,14 @@ class Engine:
         self._state = runner.new_state(self._slots)
         self._running: dict[int, Running] = {}
         self._by_request: dict[str, list[Running]] = {}
-        self._calls: deque[_Call] = deque()
+        self._calls: deque[_Call | ScoreCall] = deque()
         self._ids = itertools.count()
         self._table: tuple[tuple[Any, ...], Any] = ((), None)
+        plain_chunk = config.chunk_tokens(runner.config, max_model_len, plain=True)
+        self._scores = PromptScores(runner, plain_chunk, config.page_size, tokenizer)
+        self._has_scored = False  # in the turn before
+        self._held: dict[str, list[CompletionDelta]] = {}  # until their prompt is scored
+        self._due: list[CompletionDelta] = []
 
     def _reset(self) -> None:
         """Empty pages, queues and counters."""
@@ -132,11 +139,18 @@ class Engine:
         """
         if request.request_id in self._by_request:
             raise RequestError(f"request_id={request.request_id!r}: is still running")
-        running = [self._start(request, i) for i in range(request.params.n)]
+        count = request.params.n if request.max_tokens else 0
+        running = [self._start(request, i) for i in range(count)]
         self._scheduler.add(*(r.entry for r in running))
         self._by_request[request.request_id] = running
         self._running |= {r.entry.entry_id: r for r in running}
-        self._count.prompt_tokens += len(request.prompt_token_ids) * len(running)
+        self._count.prompt_tokens += len(request.prompt_token_ids) * request.params.n
+        asks = request.params.prompt_logprobs is not None
+        if asks and len(request.prompt_token_ids) > 1:
+            self._held[request.request_id] = []
+            self._scores.add(request)
+        elif asks or not running:
+            self._end_prompt(request, [None] if asks else None)
 
     def _start(self, request: EngineRequest, index: int) -> Running:
         grammar = None if request.grammar is None else self._grammar(request.grammar)
@@ -158,6 +172,9 @@ class Engine:
             self._scheduler.abort(running.entry)
             self._running.pop(running.entry.entry_id, None)
             running.completion.abort()
+        self._scores.abort(request_id)
+        self._held.pop(request_id, None)
+        self._due = [delta for delta in self._due if delta.request_id != request_id]
 
     def close(self) -> None:
         """Waits for the queued calls; a process that ends under them would crash."""
@@ -199,14 +216,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
-        return bool(self._running)
+        return bool(self._by_request or self._due)
 
     def stats(self) -> EngineStats:
         """Where the engine stands."""
         scheduler, count = self._scheduler, self._count
         return EngineStats(
             waiting=scheduler.num_waiting,
-            running=scheduler.num_running,
+            running=scheduler.num_running + self._num_unscheduled,
             kv_usage=scheduler.kv_usage,
             prompt_tokens=count.prompt_tokens,
             generated_tokens=count.generated_tokens,
@@ -217,20 +234,39 @@ class Engine:
             idle_seconds=count.idle_seconds,
         )
 
+    @property
+    def _num_unscheduled(self) -> int:
+        """Requests of which only the prompt is scored."""
+        return sum(not rows for rows in self._by_request.values())
+
     # --- the loop --------------------------------------------------------------------------------
 
     def step(self) -> list[CompletionDelta]:
         """Queues the next device call, if one can be planned, and reads the oldest one if due."""
-        plan = self._scheduler.schedule() if len(self._calls) < QUEUED_CALLS else None
-        if isinstance(plan, PrefillPlan):
-            self._launch(self._prefill(plan))
-        elif isinstance(plan, DecodePlan):
-            self._launch(self._decode(plan))
+        if self._due:
+            due, self._due = self._due, []
+            return due
+        call = self._next_call() if len(self._calls) < QUEUED_CALLS else None
+        if call is not None:
+            self._launch(call)
         elif self._calls:
             return self._read(self._calls.popleft())
         return []
 
-    def _launch(self, call: _Call) -> None:
+    def _next_call(self) -> _Call | ScoreCall | None:
+        """The next device call, queued; scoring and generating take turns."""
+        if self._scores.has_next and not self._has_scored:
+            self._has_scored = True
+            return self._scores.launch()
+        self._has_scored = False
+        plan = self._scheduler.schedule()
+        if isinstance(plan, PrefillPlan):
+            return self._prefill(plan)
+        if isinstance(plan, DecodePlan):
+            return self._decode(plan)
+        return self._scores.launch() if self._scores.has_next else None
+
+    def _launch(self, call: _Call | ScoreCall) -> None:
         count, now = self._count, time.monotonic()
         count.device_calls += 1
         if count.idle_since is not None:
@@ -341,8 +377,10 @@ class Engine:
 
     # --- tokens ----------------------------------------------------------------------------------
 
-    def _read(self, call: _Call) -> list[CompletionDelta]:
+    def _read(self, call: _Call | ScoreCall) -> list[CompletionDelta]:
         """The deltas of a call; waits until it has run."""
+        if isinstance(call, ScoreCall):
+            return self._read_scores(call)
         tokens = logprobs = None
         if call.output is not None:
             tokens = np.asarray(call.output.tokens).tolist()
@@ -362,16 +400,44 @@ class Engine:
                 row.entry, delta.token_ids, promised=promised, finished=row.completion.finished
             )
             if delta.token_ids or delta.finish_reason:
-                deltas.append(delta)
+                self._held.get(delta.request_id, deltas).append(delta)
         if not self.has_work:
             self._count.idle_since = None
         return deltas
 
+    def _read_scores(self, call: ScoreCall) -> list[CompletionDelta]:
+        """With a prompt's last chunk, its log-probabilities and what has been held till then."""
+        scored = self._scores.read(call)
+        if not self._calls:
+            self._count.idle_since = time.monotonic()
+        if scored is not None:
+            self._end_prompt(*scored)
+        if not self.has_work:
+            self._count.idle_since = None
+        due, self._due = self._due, []
+        return due
+
+    def _end_prompt(self, request: EngineRequest, logprobs: PromptLogprobs | None) -> None:
+        """The prompt of a request has been scored, or need not be."""
+        name, ends = request.request_id, not request.max_tokens
+        self._due += [
+            CompletionDelta(
+                name, index, "", [], finish_reason="length" if ends else None,
+                prompt_logprobs=logprobs,
+            )
+            for index in range(request.params.n)
+        ]  # fmt: skip
+        self._due += self._held.pop(name, ())
+        self._drop_if_finished(name)
+
     def _forget(self, row: Running) -> None:
         del self._running[row.entry.entry_id]
-        siblings = self._by_request[row.request.request_id]
-        if all(r.completion.finished for r in siblings):
-            del self._by_request[row.request.request_id]
+        self._drop_if_finished(row.request.request_id)
+
+    def _drop_if_finished(self, request_id: str) -> None:
+        finished = all(r.completion.finished for r in self._by_request[request_id])
+        if finished and request_id not in self._held:
+            del self._by_request[request_id]
 
 
 def _slot(entry: Entry) -> int:

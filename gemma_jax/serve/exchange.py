@@ -5,8 +5,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from gemma_jax.serve.bodies import BODY_READERS, ChatRequest, CompletionRequest, TextOrIds
+from gemma_jax.serve.bodies import BODY_READERS, ChatRequest, CompletionRequest
 from gemma_jax.serve.chat_output import SPECIAL_TOKENS
+from gemma_jax.serve.echo import Echo, echo
 from gemma_jax.serve.request import CompletionDelta, EngineRequest
 from gemma_jax.serve.responses import (
     ChatChoice,
@@ -20,7 +21,7 @@ from gemma_jax.serve.responses import (
     completion_response,
 )
 from gemma_jax.text_side import TextSide
-from gemma_jax.tokenizer import Tokenizer, require_tokenizer
+from gemma_jax.tokenizer import Tokenizer
 
 
 class Exchange:
@@ -58,10 +59,13 @@ class Exchange:
             self._choices = [ChatChoice(request, i, special) for i in range(request.params.n)]
         else:
             self.requests = [
-                text.make_request(prompt, request.params, f"{response_id}-{i}", request.grammar)
+                text.make_request(
+                    prompt, request.params, f"{response_id}-{i}", request.grammar,
+                    request.prompt_only,
+                )
                 for i, prompt in enumerate(request.prompts)
-            ]
-            self._choices = _completion_choices(request, text.tokenizer)
+            ]  # fmt: skip
+            self._choices = _completion_choices(request, self.requests, text.tokenizer)
         self._position = {r.request_id: i for i, r in enumerate(self.requests)}
         self._cached = [0] * len(self.requests)
         self._unfinished = len(self._choices)
@@ -129,17 +133,13 @@ def special_tokens(tokenizer: Tokenizer | None) -> frozenset[str]:
 
 
 def _completion_choices(
-    request: CompletionRequest, tokenizer: Tokenizer | None
+    request: CompletionRequest, requests: Sequence[EngineRequest], tokenizer: Tokenizer | None
 ) -> list[CompletionChoice]:
     choices: list[CompletionChoice] = []
-    for prompt in request.prompts:
-        echoed = _text(prompt, tokenizer) if request.echo else ""
+    with_tokens = request.params.logprobs is not None
+    for prompt, engine_request in zip(request.prompts, requests, strict=True):
+        ids = engine_request.prompt_token_ids
+        echoed = echo(prompt, ids, tokenizer, with_tokens) if request.echo else Echo()
         for _ in range(request.params.n):
             choices.append(CompletionChoice(request, len(choices), echoed))
     return choices
-
-
-def _text(prompt: TextOrIds, tokenizer: Tokenizer | None) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return require_tokenizer(tokenizer, "echo").decode(prompt)

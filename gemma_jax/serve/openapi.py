@@ -54,6 +54,7 @@ _SAMPLING: Schema = {
     "ignore_eos": _FLAG,
     "max_tokens": _integer(1),
     "min_tokens": _integer(0),
+    "prompt_logprobs": _integer(0, MAX_LOGPROBS),
     "presence_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
     "frequency_penalty": _number(-MAX_PENALTY, MAX_PENALTY),
     "repetition_penalty": _number(0, exclusiveMinimum=0),
@@ -155,6 +156,7 @@ COMPLETION_BODY = _object(
                 {"type": "array", "minItems": 1, "items": _IDS | {"minItems": 1}},
             ]
         },
+        "max_tokens": _integer(0),  # 0 only with echo
         "logprobs": _integer(0, MAX_LOGPROBS),
         "echo": _FLAG,
     },

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from gemma_jax.outputs import FinishReason, PositionLogprobs
+from gemma_jax.outputs import FinishReason, PositionLogprobs, PromptLogprobs
 from gemma_jax.sampling_params import SamplingParams
 
 
@@ -14,7 +14,8 @@ class EngineRequest:
       request_id: unique among the requests that are waiting or running.
       prompt_token_ids: what the model reads, BOS included.
       params: the sampling parameters; `n` completions are generated.
-      max_tokens: most tokens of a completion; already cut to what the context leaves.
+      max_tokens: most tokens of a completion; already cut to what the context leaves. 0 generates
+        nothing: each completion ends with `prompt_logprobs` where they are asked for.
       eos_ids: ids that end a completion without being its stop reason; () with `ignore_eos`.
       seed: of the random draws; completion `index` of a request derives its own key from it.
       grammar: grammar of llguidance as JSON text, which the output has to follow.
@@ -47,6 +48,7 @@ class CompletionDelta:
       finish_reason: set on the completion's last delta only.
       stop_reason: the stop string or stop id that hit; `None` for EOS and other endings.
       num_cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+      prompt_logprobs: of the prompt, on the first delta of a completion that asks for them.
       error: why, when `finish_reason` is "error".
     """
 
@@ -58,6 +60,7 @@ class CompletionDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
     error: str | None = None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gemma_jax.outputs import Logprob, PositionLogprobs
+from gemma_jax.outputs import Logprob, PositionLogprobs, PromptLogprobs
 from gemma_jax.serve.bodies import ChatRequest, CompletionRequest
 from gemma_jax.serve.chat_output import (
     SPECIAL_TOKENS,
@@ -20,10 +20,12 @@ from gemma_jax.serve.chat_output import (
     ToolArguments,
     ToolCallStart,
 )
+from gemma_jax.serve.echo import Echo
 from gemma_jax.serve.request import CompletionDelta
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot say; the OpenAI API does the same."""
+NO_ECHO = Echo()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -88,9 +90,12 @@ class ChatChoice:
         )
         self._top = request.params.logprobs or 0
         self._has_begun = False
+        self.prompt_logprobs: PromptLogprobs | None = None
 
     def push(self, delta: CompletionDelta) -> list[dict[str, Any]]:
         """Take what the engine added; return the `choices` of the chunk to stream, often one."""
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         pieces = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces += self._parser.finish()
@@ -188,15 +193,18 @@ class CompletionChoice:
     Args:
       request: what was asked.
       index: of the choice in the response: prompt number · n + completion.
-      prompt: text before the completion, of a request that echoes it; else "".
+      echo: the prompt before the completion, of a request that echoes it.
     """
 
-    def __init__(self, request: CompletionRequest, index: int = 0, prompt: str = ""):
+    def __init__(self, request: CompletionRequest, index: int = 0, echo: Echo = NO_ECHO):
         self.index = index
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self._text = prompt
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self._reports_prompt = request.prompt_logprobs
+        self._echo = echo
+        self._text = echo.text
         self._unsent = self._text
         self._top = request.params.logprobs
         self._logprobs = _empty_logprobs()
@@ -204,6 +212,8 @@ class CompletionChoice:
 
     def push(self, delta: CompletionDelta) -> list[dict[str, Any]]:
         """Take what the engine added; return the `choices` of the chunk to stream, often one."""
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         self._text += delta.text
         self.num_tokens += len(delta.token_ids)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -215,7 +225,10 @@ class CompletionChoice:
 
     def choice(self) -> dict[str, Any]:
         """Return the whole choice."""
-        return self._fields(self._text, None if self._top is None else self._logprobs)
+        fields = self._fields(self._text, None if self._top is None else self._logprobs)
+        if self._reports_prompt:
+            fields["prompt_logprobs"] = prompt_fields(self.prompt_logprobs)
+        return fields
 
     def _fields(self, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         return {
@@ -227,23 +240,36 @@ class CompletionChoice:
         }
 
     def _take_logprobs(self, delta: CompletionDelta) -> dict[str, Any] | None:
-        if self._top is None or delta.logprobs is None:
+        if self._top is None or (delta.logprobs is None and delta.prompt_logprobs is None):
             return None
         new = _empty_logprobs()
-        for token, position in zip(delta.token_ids, delta.logprobs, strict=True):
-            text = token_text(position[token])
-            new["tokens"].append(text)
-            new["token_logprobs"].append(_finite(position[token].logprob))
-            new["top_logprobs"].append(
-                {token_text(entry): _finite(entry.logprob) for entry in position.values()}
-                if self._top
-                else {}
-            )
-            new["text_offset"].append(self._offset)
-            self._offset += len(text)
+        if delta.prompt_logprobs is not None:
+            self._add_prompt(new, delta.prompt_logprobs)
+        for token, position in zip(delta.token_ids, delta.logprobs or (), strict=True):
+            self._add_token(new, position[token], position, self._offset)
+            self._offset += len(new["tokens"][-1])
         for name, values in new.items():
             self._logprobs[name] += values
         return new
+
+    def _add_prompt(self, new: dict[str, list[Any]], prompt: PromptLogprobs) -> None:
+        """Add the tokens of an echoed prompt."""
+        echo = self._echo
+        positions = zip(echo.token_ids, prompt, echo.offsets, strict=False)  # none without an echo
+        for token, position, offset in positions:
+            entry = echo.first if position is None else position[token]
+            self._add_token(new, entry, position, offset)
+
+    def _add_token(
+        self, new: dict[str, list[Any]], entry: Logprob, position: PositionLogprobs | None,
+        offset: int,
+    ) -> None:  # fmt: skip
+        shown = (position or {}).values() if self._top else ()
+        top = {token_text(other): _finite(other.logprob) for other in shown}
+        new["tokens"].append(token_text(entry))
+        new["token_logprobs"].append(None if position is None else _finite(entry.logprob))
+        new["top_logprobs"].append(None if position is None else top)
+        new["text_offset"].append(offset)
 
 
 Choice = ChatChoice | CompletionChoice
@@ -255,7 +281,9 @@ def _empty_logprobs() -> dict[str, list[Any]]:
 
 def chat_response(head: ResponseHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
     """Return the `chat.completion` object of finished choices."""
-    return _whole(head.fields("chat.completion"), choices, usage)
+    whole = _whole(head.fields("chat.completion"), choices, usage)
+    prompt = choices[0].prompt_logprobs
+    return whole if prompt is None else whole | {"prompt_logprobs": prompt_fields(prompt)}
 
 
 def completion_response(
@@ -288,6 +316,24 @@ def _chunk(
 ) -> dict[str, Any]:
     fields["choices"] = list(choices)
     return fields if usage is None else fields | {"usage": usage.fields()}
+
+
+def prompt_fields(logprobs: PromptLogprobs | None) -> list[Any] | None:
+    """Return `prompt_logprobs` as vLLM's server writes them: id → logprob, rank, decoded_token."""
+    if logprobs is None:
+        return None
+    return [
+        position and {str(token): _prompt_entry(entry) for token, entry in position.items()}
+        for position in logprobs
+    ]
+
+
+def _prompt_entry(entry: Logprob) -> dict[str, Any]:
+    return {
+        "logprob": _finite(entry.logprob),
+        "rank": entry.rank,
+        "decoded_token": token_text(entry),
+    }
 
 
 def token_bytes(entry: Logprob) -> bytes:

@@ -123,6 +123,21 @@ class ScriptedRunner:
                 out[row, step] = token
         return cache, state, _output(out, statics)
 
+    def score(
+        self,
+        layout: CacheLayout,
+        cache: KVCache,
+        chunk: Chunk,
+        tables: PageTables,
+        targets: Any,
+        *,
+        has_past: bool,
+        k: int,
+    ) -> tuple[KVCache, Logprobs]:
+        """As of `Runner`: every given token has the log-probability of a generated one."""
+        del layout, chunk, tables, has_past
+        return cache, _logprobs(np.asarray(targets), k)
+
     def _next(self, slot: int, table: SamplingTable, row: int) -> int:
         """The next id of a slot; `NO_ID` once it has ended."""
         script, count = self._scripts[slot], self._counts[slot]
@@ -141,10 +156,14 @@ class ScriptedRunner:
 
 
 def _output(tokens: np.ndarray, statics: SamplingStatics) -> StepOutput:
-    """Ids with log-probabilities of -0.5, the ids after them as the other candidates."""
     if statics.logprobs is None:
         return StepOutput(jnp.asarray(tokens), None)
-    others = np.arange(statics.logprobs, dtype=np.int32)
+    return StepOutput(jnp.asarray(tokens), _logprobs(tokens, statics.logprobs))
+
+
+def _logprobs(tokens: np.ndarray, k: int) -> Logprobs:
+    """-0.5 for each id; the ids after it are the other candidates."""
+    others = np.arange(k, dtype=np.int32)
     ids = np.maximum(tokens, 0)[..., None] + others
     values = (
         np.full(tokens.shape, -0.5, np.float32),
@@ -152,4 +171,4 @@ def _output(tokens: np.ndarray, statics: SamplingStatics) -> StepOutput:
         ids,
         np.broadcast_to(np.float32(-0.5) - others, ids.shape).astype(np.float32),
     )
-    return StepOutput(jnp.asarray(tokens), Logprobs(*map(jnp.asarray, values)))
+    return Logprobs(*map(jnp.asarray, values))

@@ -146,6 +146,38 @@ def test_interrupted_matrix_goes_on_and_refuses_other_settings(fake, tiny_model,
     assert "settings.seed was 0 and is now 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        ("--batches", "-1", "at least 1"),
+        ("--batches", "8,0", "at least 1"),
+        ("--contexts", "0", "at least 1"),
+        ("--contexts", "many", "at least 1"),
+        ("--chunks", "7", "at least 16 prompt tokens, or 0"),
+        ("--chunks", "-3", "at least 0"),
+        ("--max-tokens", "0", "at least 1"),
+        ("--prompts-per-context", "0", "at least 1"),
+        ("--logprobs", "1", "2 to 20"),
+        ("--seed", "-1", "at least 0"),
+    ],
+)
+def test_sizes_that_no_cell_could_have_are_refused_before_anything_is_read(
+    flag, value, expected, tmp_path, capsys
+):
+    output = tmp_path / "m.jsonl"
+    argv = ["parity", "matrix", "--model", "/no/such/model", "--output", str(output), flag, value]
+    try:
+        code = main(argv)
+    except SystemExit as usage:
+        code = usage.code
+    message = capsys.readouterr().err
+    assert code == EXIT_BAD_INPUT
+    assert flag in message
+    assert value in message
+    assert expected in message
+    assert not output.exists()
+
+
 @pytest.mark.slow
 def test_reference_with_another_continuation_fails_the_matrix(tiny_model, tmp_path, capsys):
     prompts = tmp_path / "p.jsonl"

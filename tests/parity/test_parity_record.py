@@ -1,8 +1,14 @@
 """`record`: our own engine and workers in other processes, their jobs, and what is refused."""
 
+import contextlib
 import json
+import os
+import signal
 import stat
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import fake_worker
 import pytest
@@ -69,6 +75,58 @@ def test_failing_worker_shows_its_last_lines(record, vllm, tmp_path, capsys):
     code, path = record("vllm", "--python", vllm[0])
     assert (code, path.exists()) == (EXIT_FAILED, False)
     assert "no CUDA driver" in capsys.readouterr().err
+
+
+SLEEPER = """
+class LLM:
+    def __init__(self, **settings):
+        import os, subprocess, time
+        child = subprocess.Popen(["sleep", "300"])
+        with open(os.environ["SETTINGS_FILE"] + ".part", "w") as file:
+            file.write(f"{os.getpid()} {child.pid}")
+        os.rename(file.name, os.environ["SETTINGS_FILE"])
+        time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_worker_and_what_it_started_end_with_the_command(vllm, tmp_path, number):
+    python, pids = vllm
+    (tmp_path / "vllm.py").write_text(SLEEPER)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(PROMPTS[0]) + "\n")
+    (tmp_path / "temporary").mkdir()
+    output = tmp_path / "r.jsonl"
+    command = [
+        sys.executable, "-m", "gemma_jax.cli", "parity", "record", "--engine", "vllm", "--python",
+        python, "--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(output),
+        "--model", "nano",
+    ]  # fmt: skip
+    parent = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path / "temporary")})
+    try:
+        wait_until(pids.exists)
+        started = [int(pid) for pid in pids.read_text().split()]
+        assert all(map(is_alive, started))
+        parent.send_signal(number)
+        assert parent.wait(30) == (143 if number == signal.SIGTERM else -number)
+        wait_until(lambda: not any(map(is_alive, started)))
+    finally:
+        parent.kill()
+    assert not output.exists()
+    if number == signal.SIGTERM:
+        assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def wait_until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"did not happen within {seconds} s"
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    with contextlib.suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
 
 
 def test_engine_that_is_not_installed_is_named(record, capsys):

@@ -22,7 +22,8 @@ def make_engine(runner, *, memory=MEMORY, max_len=MAX_LEN, **settings):
 
 def request(prompt, steps=40, name=None, eos=(NO_TOKEN,), seed=7, **params):
     """A request that samples, because the greedy streams of so few layers soon repeat."""
-    params = SamplingParams(**{"temperature": 1.0, "logprobs": 1, "max_tokens": steps} | params)
+    limit = steps or None
+    params = SamplingParams(**{"temperature": 1.0, "logprobs": 1, "max_tokens": limit} | params)
     name = name or f"request of {len(prompt)}"
     return EngineRequest(name, list(prompt), params, steps, tuple(eos), seed)
 

@@ -67,6 +67,8 @@ class FakeEngine:
                 request.max_tokens, request.eos_ids, self._tokenizer,
             )  # fmt: skip
             self._waiting.append((request.request_id, prompt, sequence, ids))
+            if request.max_tokens == 0:
+                sequence.finish_reason = "length"
 
     def abort(self, request_id):
         for entries in (self._waiting, self._running):
@@ -95,11 +97,16 @@ class FakeEngine:
             text += sequence.append(token, TokenLogprobs(-0.5, 1, [token, 300], [-0.5, -1.5]))
             gained.append(token)
         self._generated += len(gained)
+        k, scored = sequence.params.prompt_logprobs, None
+        if k is not None and len(gained) == len(sequence.token_ids):  # its first delta
+            rest = sequence.prompt_token_ids[1:]
+            scored = [None, *(self._logprobs(token, k) for token in rest)]
         logprobs = [self._logprobs(token, sequence.params.logprobs or 0) for token in gained]
         return CompletionDelta(
             request_id, sequence.index, text, gained,
             None if sequence.params.logprobs is None else logprobs,
             sequence.finish_reason, sequence.stop_reason, num_cached_tokens=1,
+            prompt_logprobs=scored,
         )  # fmt: skip
 
     def _logprobs(self, token, k):

@@ -69,6 +69,14 @@ class ReplayEngine:
             yield CompletionDelta(
                 request.request_id, index, "", [], finish_reason="error", error=str(answer)
             )
+        k, last = params.prompt_logprobs, request.max_tokens
+        if k is not None or last == 0:
+            rest = request.prompt_token_ids[1:]
+            scored = None if k is None else [None, *(self._position(i, k, -1.5) for i in rest)]
+            reason = None if last else "length"
+            yield CompletionDelta(
+                request.request_id, index, "", [], finish_reason=reason, prompt_logprobs=scored
+            )
         ids = [*tokenizer.encode(answer, add_bos=False), EOS]
         detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
         last = min(len(ids), request.max_tokens)
@@ -85,12 +93,12 @@ class ReplayEngine:
                 logprobs = [self._position(token, params.logprobs) for token in new]
             yield CompletionDelta(request.request_id, index, text, new, logprobs, reason)
 
-    def _position(self, token, k):
+    def _position(self, token, k, logprob=-0.5):
         def entry(token_id, logprob, rank):
             return Logprob(logprob, rank, self.text.tokenizer.id_to_token(token_id))
 
         others = {200 + i: entry(200 + i, -2.0 - i, i + 2) for i in range(k - 1)}
-        return {token: entry(token, -0.5, 1)} | others
+        return {token: entry(token, logprob, 1)} | others
 
 
 class ReplayLLM:

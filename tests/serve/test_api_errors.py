@@ -63,7 +63,7 @@ def refusal(response, status):
         (COMPLETIONS, {"prompt": "a", "stream": "yes"}, "stream"),
         (COMPLETIONS, {"prompt": "a", "suffix": "end"}, "suffix"),
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of"),
-        (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT, {}, "messages"),
         (CHAT, {"messages": []}, "messages"),

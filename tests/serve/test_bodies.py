@@ -49,6 +49,17 @@ def test_fields_of_a_chat_reach_its_parameters():
     assert (params.stop, params.logit_bias, params.logprobs) == (("end",), {9: 1.0}, 4)
 
 
+def test_an_echo_with_logprobs_asks_for_those_of_the_prompt():
+    request = completion_request({"prompt": "a", "echo": True, "logprobs": 2, "max_tokens": 1})
+    assert (request.params.logprobs, request.params.prompt_logprobs) == (2, 2)
+    assert (request.prompt_only, request.prompt_logprobs) == (False, False)
+    request = completion_request({"prompt": "a", "echo": True, "max_tokens": 0})
+    assert (request.prompt_only, request.params.prompt_logprobs) == (True, None)
+    request = completion_request({"prompt": "a", "prompt_logprobs": 3})
+    assert (request.params.prompt_logprobs, request.prompt_logprobs) == (3, True)
+    assert chat_request(HELLO | {"prompt_logprobs": 0}).params.prompt_logprobs == 0
+
+
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
     [
@@ -150,7 +161,12 @@ def test_a_bad_chat_field_is_refused_by_name(fields, error, param):
         ({"prompt": [True]}, RequestError, "prompt"),
         ({"suffix": "end"}, UnsupportedError, "suffix"),
         ({"best_of": 2}, UnsupportedError, "best_of"),
-        ({"echo": True, "logprobs": 1}, UnsupportedError, "echo"),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, RequestError, "prompt_logprobs"),
+        ({"stream": True, "prompt_logprobs": 1}, RequestError, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, RequestError, "prompt_logprobs"),
+        ({"max_tokens": 0}, RequestError, "max_tokens"),
+        ({"max_tokens": False, "echo": True}, RequestError, "max_tokens"),
+        ({"max_tokens": 0, "min_tokens": 1, "echo": True}, RequestError, "min_tokens"),
         ({"logprobs": True}, RequestError, "logprobs"),
         ({"messages": []}, RequestError, "messages"),
     ],
@@ -181,6 +197,7 @@ JSON = st.recursive(
 NAMES = st.sampled_from(
     "model messages prompt n temperature top_p top_k min_p seed stop stop_token_ids ignore_eos "
     "max_tokens max_completion_tokens min_tokens presence_penalty logit_bias logprobs top_logprobs "
+    "prompt_logprobs "
     "stream stream_options tools tool_choice response_format chat_template_kwargs echo suffix "
     "reasoning_effort best_of user x".split()
 )

@@ -215,6 +215,63 @@ def test_completions_of_one_request_differ_and_share_its_prompt(e2b):
     assert engine.stats().prefix_hit_tokens == 2 * 64
 
 
+# --- prompt logprobs ---------------------------------------------------------------------------
+
+
+def reported(output):
+    """The log-probability of each prompt token after the first."""
+    first, *rest = output.prompt_logprobs
+    assert first is None
+    return [p[t].logprob for t, p in zip(output.prompt_token_ids[1:], rest, strict=True)]
+
+
+def test_prompts_are_scored_while_others_run_and_change_no_result(e2b, expected):
+    longest = prompts()[-1]
+    asked = [*requests(), request(longest, 3, "scored", n=2, prompt_logprobs=2)]
+    asked += [request(p, 0, f"alone {i}", prompt_logprobs=0) for i, p in enumerate(prompts())]
+    outputs = complete(make_engine(e2b), asked)
+    assert_same(outputs[: len(expected)], expected)
+    scored, *alone = outputs[len(expected) :]
+    whole = score_tokens(e2b, longest, max_chunk=32, page_size=32, k=2)
+    np.testing.assert_allclose(reported(scored), [x.sampled for x in whole], atol=TOLERANCE)
+    assert all(2 <= len(position) <= 3 for position in scored.prompt_logprobs[1:])
+    assert [len(c.token_ids) for c in scored.outputs] == [3, 3]
+    for output in alone:
+        assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ([], "length")
+        assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    np.testing.assert_allclose(reported(alone[-1]), reported(scored), atol=TOLERANCE)
+
+
+def test_the_logprobs_of_a_prompt_come_before_its_tokens(e2b):
+    engine = make_engine(e2b, max_num_batched_tokens=16)
+    engine.add(request(prompts()[-1], 4, prompt_logprobs=0))
+    deltas = [delta for _ in range(100) if engine.has_work for delta in engine.step()]
+    assert [delta.prompt_logprobs is not None for delta in deltas[:2]] == [True, False]
+    assert deltas[0].token_ids == []
+    assert sum(len(delta.token_ids) for delta in deltas) == 4
+    assert not engine.has_work
+
+
+def test_an_aborted_request_is_scored_no_further(e2b):
+    engine = make_engine(e2b, max_num_batched_tokens=16)
+    for steps in (0, 4):
+        engine.add(request(prompts()[-1], steps, "x", prompt_logprobs=0))
+        assert engine.stats().running + engine.stats().waiting == 1
+        engine.step()
+        engine.abort("x")
+        assert not engine.has_work
+    (output,) = complete(engine, [request(prompts()[1], 0, "x", prompt_logprobs=0)])
+    assert len(output.prompt_logprobs) == len(prompts()[1])
+
+
+def test_a_prompt_of_which_nothing_is_asked_ends_without_a_device_call(e2b):
+    engine = make_engine(e2b)
+    (output,) = complete(engine, [request([5, 6], 0, n=2)])
+    assert [c.finish_reason for c in output.outputs] == ["length"] * 2
+    assert output.prompt_logprobs is None
+    assert engine.stats().device_calls == 0
+
+
 # --- ends --------------------------------------------------------------------------------------
 
 

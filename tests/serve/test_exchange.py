@@ -140,6 +140,59 @@ def test_completion_logprobs_and_echo(text):
         assert "".join(c["choices"][0]["text"] for c in chunks) == "A tree. It grows."
 
 
+@pytest.mark.parametrize("prompt", ["<bos>A é\U0001f98a tree", "A é\U0001f98a tree", None])
+def test_an_echo_has_the_logprobs_of_the_prompt_before_those_of_the_answer(text, prompt):
+    ids = text.tokenizer.encode("A é\U0001f98a tree")
+    body = {"prompt": prompt or ids, "echo": True, "logprobs": 2}
+    exchange, chunks = run(text, COMPLETIONS, body, " It grows.")
+    (choice,) = exchange.response()["choices"]
+    logprobs = choice["logprobs"]
+    count = len(ids)
+    assert logprobs["token_logprobs"][:count] == [None] + [-1.5] * (count - 1)
+    assert set(logprobs["token_logprobs"][count:]) == {-0.5}
+    assert logprobs["top_logprobs"][0] is None
+    assert all(len(top) == 2 for top in logprobs["top_logprobs"][1:])
+    assert (logprobs["tokens"][0], logprobs["text_offset"][0]) == ("<bos>", 0)
+    shown = list(zip(logprobs["tokens"], logprobs["text_offset"], strict=True))[1:-1]
+    in_bytes = [choice["text"][offset] for token, offset in shown if "bytes:" in token]
+    assert in_bytes == ["é"] * 2 + ["\U0001f98a"] * 4
+    for token, offset in shown:
+        assert "bytes:" in token or choice["text"][offset:].startswith(token)
+    streamed = [c["choices"][0] for c in chunks]
+    assert "".join(c["text"] for c in streamed) == choice["text"]
+    for name, values in logprobs.items():
+        assert [x for c in streamed for x in c["logprobs"][name]] == values
+
+
+def test_a_prompt_alone_is_echoed_and_nothing_generated(text):
+    body = {"prompt": ["a b", "c"], "echo": True, "logprobs": 0, "max_tokens": 0}
+    exchange, _ = run(text, COMPLETIONS, body, "never said")
+    response = exchange.response()
+    assert [c["text"] for c in response["choices"]] == ["a b", "c"]
+    assert [c["finish_reason"] for c in response["choices"]] == ["length"] * 2
+    assert response["usage"]["completion_tokens"] == 0
+    for choice, request in zip(response["choices"], exchange.requests, strict=True):
+        assert len(choice["logprobs"]["tokens"]) == len(request.prompt_token_ids)
+        assert choice["logprobs"]["top_logprobs"][1:] == [{}] * (len(request.prompt_token_ids) - 1)
+    exchange, _ = run(text, COMPLETIONS, {"prompt": "a", "echo": True, "max_tokens": 0})
+    assert exchange.response()["choices"][0]["logprobs"] is None
+
+
+def test_prompt_logprobs_are_written_as_vllm_writes_them(text):
+    ids = text.tokenizer.encode("a b")
+    entries = {str(ids[1]): {"logprob": -1.5, "rank": 1, "decoded_token": "a"}}
+    exchange, _ = run(text, COMPLETIONS, {"prompt": "a b", "prompt_logprobs": 1}, "x")
+    (choice,) = exchange.response()["choices"]
+    assert choice["prompt_logprobs"][:2] == [None, entries]
+    assert (choice["text"], choice["logprobs"]) == ("x", None)
+    exchange, _ = run(text, CHAT, HELLO | {"prompt_logprobs": 1}, "x")
+    answered = exchange.response()["prompt_logprobs"]
+    assert len(answered) == len(exchange.requests[0].prompt_token_ids)
+    assert answered[0] is None
+    plain, _ = run(text, CHAT, HELLO, "x")
+    assert "prompt_logprobs" not in plain.response()
+
+
 def test_a_failing_engine_leaves_its_reason(text):
     exchange, chunks = run(text, CHAT, HELLO, RuntimeError("out of pages"))
     assert exchange.error == "out of pages"

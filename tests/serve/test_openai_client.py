@@ -6,6 +6,7 @@ import json
 import runpy
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 from server_process import KEY
@@ -83,6 +84,60 @@ def test_a_streamed_completion_is_the_whole_one(client):
     for name in ("tokens", "text_offset"):
         parts = [getattr(c.choices[0].logprobs, name) for c in chunks]
         assert list(itertools.chain(*parts)) == getattr(whole.logprobs, name)
+
+
+def ids_of(server, text):
+    answer = httpx.post(
+        server.url + "/tokenize", json={"prompt": text}, headers={"Authorization": f"Bearer {KEY}"}
+    )
+    return answer.json()["tokens"]
+
+
+@pytest.mark.parametrize("client", ["scripted_server"], indirect=True)
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_evaluation_harness_reads_the_logprobs_of_its_prompts(
+    client, scripted_server, max_tokens
+):
+    prompts = [ids_of(scripted_server, text) for text in ("The fox is in the wood.", "A")]
+    answer = client.completions.create(
+        model="nano", prompt=prompts, max_tokens=max_tokens, echo=True, logprobs=1, temperature=0,
+        seed=1234,
+    )  # fmt: skip
+    assert [c.index for c in answer.choices] == [0, 1]
+    for choice, ids in zip(answer.choices, prompts, strict=True):
+        logprobs, count = choice.logprobs, len(ids) + max_tokens
+        assert choice.finish_reason == "length"
+        assert (logprobs.token_logprobs[0], logprobs.top_logprobs[0]) == (None, None)
+        assert logprobs.token_logprobs[1:] == [-0.5] * (count - 1)
+        assert all(max(top.values()) == -0.5 for top in logprobs.top_logprobs[1:])
+        assert "".join(logprobs.tokens) == "<bos>" + choice.text
+        assert logprobs.text_offset[-1] == len(choice.text) - len(logprobs.tokens[-1])
+    usage = answer.usage
+    assert usage.completion_tokens == 2 * max_tokens
+    assert usage.prompt_tokens == sum(map(len, prompts))
+
+
+@pytest.mark.parametrize("client", ["server", "scripted_server"], indirect=True)
+def test_a_streamed_echo_begins_with_the_prompt_and_its_logprobs(client):
+    request = {"model": "nano", "prompt": "One", "max_tokens": 5, "echo": True, "logprobs": 1}
+    whole = client.completions.create(**request).choices[0]
+    parts = [c.choices[0] for c in client.completions.create(**request, stream=True)]
+    assert "".join(p.text for p in parts) == whole.text
+    for name, values in whole.logprobs:
+        assert list(itertools.chain(*(getattr(p.logprobs, name) for p in parts))) == values
+
+
+@pytest.mark.parametrize("client", ["scripted_server"], indirect=True)
+def test_prompt_logprobs_are_given_by_both_endpoints(client):
+    more = {"prompt_logprobs": 2}
+    answer = client.completions.create(model="nano", prompt="One", max_tokens=2, extra_body=more)
+    first, *rest = answer.choices[0].prompt_logprobs
+    assert first is None
+    assert all(len(position) == 2 for position in rest)
+    answer = client.chat.completions.create(
+        model="nano", messages=ask("SHORT"), max_tokens=2, extra_body=more
+    )
+    assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
 
 
 # --- chat ----------------------------------------------------------------------------------------

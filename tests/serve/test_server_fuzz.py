@@ -31,6 +31,8 @@ BODIES = {
         {"prompt": ["a", "b"], "max_tokens": 3, "logprobs": 2, "echo": False},
         {"prompt": [1, 2, 3], "max_tokens": 3, "logit_bias": {"5": 1}, "stop": ["x"]},
         {"prompt": [[1], [2]], "max_tokens": 3, "stop_token_ids": [4], "stream": True},
+        {"prompt": [[1, 2], [3]], "max_tokens": 0, "echo": True, "logprobs": 1},
+        {"prompt": "hi", "max_tokens": 2, "prompt_logprobs": 1},
     ],
     "/tokenize": [{"prompt": "hi"}, {"messages": USER, "tools": [TOOL]}],
     "/detokenize": [{"tokens": [1, 2, 3]}],

@@ -7,7 +7,7 @@ from typing import Any
 
 from gemma_jax.checkpoint.load import load_config
 from gemma_jax.cli import EXIT_FAILED, EXIT_OK
-from gemma_jax.engine_config import EngineConfig
+from gemma_jax.engine_config import SMALLEST_BUDGET, EngineConfig
 from gemma_jax.errors import ConfigError
 from gemma_jax.model_source import resolve_model
 from gemma_jax.parity.identity import model_identity
@@ -52,8 +52,12 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:
         raise ConfigError(f"--logprobs {args.logprobs}: expected 2 to {MAX_LOGPROBS}")
     if args.float32 and not args.reference:
         raise ConfigError("--float32: give the --reference that it belongs to")
-    if min(args.contexts) < 1 or min(args.batches) < 1:
-        raise ConfigError("--contexts and --batches: expected integers of at least 1")
+    small = [chunk for chunk in args.chunks if 0 < chunk < SMALLEST_BUDGET]
+    if small:
+        raise ConfigError(
+            f"--chunks {small[0]}: expected at least {SMALLEST_BUDGET} prompt tokens, or 0 for the"
+            " engine's own chunks"
+        )
     kernels = args.kernels or (["auto"] if args.batch_invariant else ["reference", "pallas"])
     if args.batch_invariant and len(kernels) > 1:
         raise ConfigError(
