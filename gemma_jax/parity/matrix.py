@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from gemma_jax.config import ModelConfig
@@ -151,7 +152,10 @@ class Matrix:
         self._baselines = {row["context"]: row for row in done if row["is_baseline"]}
 
     def run(self, cell: Cell) -> dict[str, Any]:
-        """The row of one cell; `status` says why there is none of what it should hold."""
+        """The row of one cell; `status` says why there is none of what it should hold.
+
+        Programs are dropped with their cell: hundreds of them would use up what a process may map.
+        """
         row = {"id": cell.id} | asdict(cell)
         limit = self.config.max_position_embeddings
         if cell.context + self.plan.max_tokens > limit:
@@ -165,6 +169,8 @@ class Matrix:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             found = {"status": "oom", "note": str(error).splitlines()[0][:300]}
+        finally:
+            jax.clear_caches()
         row |= {"status": "ok"} | found | {"seconds": round(time.monotonic() - begun, 2)}
         if cell.is_baseline:
             self._baselines[cell.context] = row
