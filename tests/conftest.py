@@ -8,7 +8,14 @@ import shutil
 import socket
 from importlib import resources
 
+import hypothesis
 import pytest
+
+# Time is no property of ours: a busy machine makes any example slow.
+hypothesis.settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any-machine")
 
 CPU_DEVICES = 1
 
