@@ -181,7 +181,7 @@ def draw_tokens(
     if program.runs_in_blocks:
         return map_blocks(draw, rows, due)
     if program.numerics.batch_invariant:
-        return map_blocks(choose, (model.logits(hidden, program.ops), *rows[1:]), due)
+        return map_blocks(choose, (model.logits(hidden, program.ops), *rows[1:]), None)
     return draw(rows)
 
 

@@ -66,7 +66,8 @@ ONE_GRAPH: dict[str, Any] = {
     "xla_gpu_command_buffer_unroll_loops": True,
 }
 """XLA's options that make a whole decode call one CUDA graph, loops included: the device decides
-by itself whether it goes on."""
+by itself whether it goes on. Not for batch-invariant steps: XLA cannot record the loop inside of
+them (`model/row_blocks.py`) once for every step that it unrolls."""
 
 Call = Callable[[Any, tuple[Any, ...], tuple[Any, ...]], Any]
 """Takes a jitted program, its static arguments and its arrays, and gives what the program gives."""
@@ -325,9 +326,8 @@ class Runner:
         max_steps: int,
     ) -> tuple[KVCache, RowState, StepOutput]:
         """See `decode`; `cache` and `state` are consumed."""
-        on_gpu = jax.default_backend() == "gpu"
         return self._call(
-            _decode_on_gpu if on_gpu and max_steps > 1 else _decode,
+            _decode_on_gpu if self._is_one_graph(max_steps) else _decode,
             (self._program(layout), max_steps, statics),
             (self._leaves, cache, state, rows, tables, table),
         )
@@ -350,6 +350,10 @@ class Runner:
             (self._program(layout), has_past, k),
             (self._leaves, cache, chunk, tables, targets),
         )
+
+    def _is_one_graph(self, max_steps: int) -> bool:
+        on_gpu = jax.default_backend() == "gpu"
+        return on_gpu and max_steps > 1 and not self.numerics.batch_invariant
 
     def _program(self, layout: CacheLayout) -> Program:
         return make_program(self.config, self.numerics, layout, self.kernels)

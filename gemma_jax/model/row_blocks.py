@@ -20,7 +20,7 @@ def fold_blocks[Carry](
     f: Callable[[Carry, Any], tuple[Carry, Any]],
     carry: Carry,
     rows: Any,
-    valid: jax.Array,
+    valid: jax.Array | None,
     size: int = CPU_ROWS,
 ) -> tuple[Carry, Any]:
     """`carry, out = f(carry, block)` over the blocks of `rows` in order.
@@ -30,17 +30,20 @@ def fold_blocks[Carry](
       carry: handed from block to block.
       rows: arrays [N, …]; the last block is filled up with copies of the last row.
       valid: [N] bool; blocks after the last valid row are not computed, their outputs are zero.
+        None computes all: on a GPU the host then need not ask, turn by turn, whether to go on.
       size: rows a block.
     Returns:
       The last carry and the outputs [N, …].
     """
-    n = valid.shape[0]
-    blocks = max(2, -(-n // size))  # XLA takes the only block of an array for the array itself
+    n = jax.tree.leaves(rows)[0].shape[0]
+    # XLA takes the only block of an array for the array itself, and dissolves a loop of one turn.
+    blocks = max(2, -(-n // size))
     rows = jax.tree.map(lambda x: _padded(x, blocks * size - n), rows)
     shapes = jax.eval_shape(f, carry, jax.tree.map(lambda x: x[:size], rows))[1]
     out = jax.tree.map(lambda s: jnp.zeros((blocks * size, *s.shape[1:]), s.dtype), shapes)
-    # Known from the data only: a loop of one turn would be dissolved into what surrounds it.
-    last = jnp.max(jnp.where(valid, jnp.arange(1, n + 1), 0))
+    turns = blocks
+    if valid is not None:
+        turns = (jnp.max(jnp.where(valid, jnp.arange(1, n + 1), 0)) + size - 1) // size
 
     def body(i: jax.Array, state: tuple[Carry, Any]) -> tuple[Carry, Any]:
         carry, out = state
@@ -54,11 +57,13 @@ def fold_blocks[Carry](
 
         return carry, jax.tree.map(put, out, new)
 
-    carry, out = lax.fori_loop(0, (last + size - 1) // size, body, (carry, out))
+    carry, out = lax.fori_loop(0, turns, body, (carry, out))
     return carry, jax.tree.map(lambda x: x[:n], out)
 
 
-def map_blocks(f: Callable[[Any], Any], rows: Any, valid: jax.Array, size: int = CPU_ROWS) -> Any:
+def map_blocks(
+    f: Callable[[Any], Any], rows: Any, valid: jax.Array | None, size: int = CPU_ROWS
+) -> Any:
     """`fold_blocks` of a function without a carry."""
     return fold_blocks(lambda carry, block: (carry, f(block)), (), rows, valid, size)[1]
 
