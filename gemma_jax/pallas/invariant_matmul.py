@@ -3,7 +3,9 @@
     z = x wᵀ        x [N, K], w [F, K]
 
 K is cut into shares. Within a share the tensor cores add tile after tile from zero; the shares are
-added in their order in float32, and the sum is rounded once. With many rows, or many outputs, one
+added in their order in float32, and the sum is rounded once. float32 has no tensor cores that keep
+its digits: there one number is added after the other, and so that errors do not grow with the depth
+a share is a sum of short chains. With many rows, or many outputs, one
 program goes through all shares; with few of both every share has a program of its own, so that
 enough of them read the weights, and the partial sums are added afterwards: the same additions.
 Tiles are at least 64 rows for that reason, too: products of fewer rows would use other
@@ -55,7 +57,10 @@ class Config:
 
     Attributes:
       rows, outputs, depth: of a tile, powers of two.
-      share: depth of a share, a multiple of `depth`; it decides the bits, the rest does not.
+      chain: tiles that are added to one another before they are added to the share's sum; 0 adds
+        every tile to that sum at once.
+      share: depth of a share, a multiple of a tile's or a chain's. Depths and `chain` decide the
+        bits, the rest does not.
       split: a program for each share.
       num_warps, num_stages: of the Triton compiler.
     """
@@ -63,10 +68,16 @@ class Config:
     rows: int
     outputs: int
     depth: int
+    chain: int
     share: int
     split: bool
     num_warps: int
     num_stages: int
+
+    @property
+    def step(self) -> int:
+        """Depth that is added to a share's sum at once."""
+        return self.depth * max(self.chain, 1)
 
 
 def share_of(depth: int) -> int:
@@ -79,12 +90,12 @@ def default_config(n: int, f: int, k: int, itemsize: int, device: Device) -> Con
     share, depth = share_of(k), 64 if itemsize == 2 else 32
     split = n <= MAX_SPLIT_ROWS and f < MAX_SPLIT_OUTPUTS and k > share
     if itemsize == 4:
-        return Config(MIN_ROWS, 64, depth, share, split, 4, 2)
+        return Config(MIN_ROWS, 64, depth, 2, share, split, 4, 2)
     if n <= MAX_SPLIT_ROWS:
-        return Config(MIN_ROWS, 64, depth, share, split, 4, 4 if device.at_least(9) else 3)
+        return Config(MIN_ROWS, 64, depth, 0, share, split, 4, 4 if device.at_least(9) else 3)
     if device.at_least(9):
-        return Config(128, 128, depth, share, False, 8, 4)
-    return Config(128, 128, depth, share, False, 8, 3)
+        return Config(128, 128, depth, 0, share, False, 8, 4)
+    return Config(128, 128, depth, 0, share, False, 8, 3)
 
 
 @dataclass(frozen=True)
@@ -123,15 +134,22 @@ def _kernel(x_ref: Any, w_ref: Any, out_ref: Any, *, plan: _Plan) -> None:
     row_tile, output_tile = _tile_of(plan)
     rows = row_tile * c.rows + lax.iota(jnp.int32, c.rows)
     outputs = output_tile * c.outputs + lax.iota(jnp.int32, c.outputs)
-    add = functools.partial(_add_tile, x_ref, w_ref, rows, outputs, plan)
+    add_tile = functools.partial(_add_tile, x_ref, w_ref, rows, outputs, plan)
     empty = jnp.zeros((c.rows, c.outputs), jnp.float32)
+
+    def add(first: Any, sums: jax.Array) -> jax.Array:
+        if not c.chain:
+            return add_tile(first, sums)
+        return sums + lax.fori_loop(
+            0, c.chain, lambda i, chain: add_tile(first + i * c.depth, chain), empty
+        )
 
     def share(index: Any) -> jax.Array:
         first = index * c.share
-        tiles = pl.cdiv(min(c.share, plan.k), c.depth)
+        steps = pl.cdiv(min(c.share, plan.k), c.step)
         if plan.k > c.share:
-            tiles = (jnp.minimum(plan.k - first, c.share) + c.depth - 1) // c.depth
-        return lax.fori_loop(0, tiles, lambda i, sums: add(first + i * c.depth, sums), empty)
+            steps = (jnp.minimum(plan.k - first, c.share) + c.step - 1) // c.step
+        return lax.fori_loop(0, steps, lambda i, sums: add(first + i * c.step, sums), empty)
 
     where, inside = _grid(rows, outputs, plan)
     if c.split:
@@ -162,7 +180,7 @@ def _load(ref: Any, rows: jax.Array, count: int, columns: jax.Array, plan: _Plan
     masks = []
     if count % rows.shape[0]:
         masks.append(at[0] < count)
-    if plan.k % plan.config.depth:
+    if plan.k % plan.config.step:
         masks.append(at[1] < plan.k)
     if not masks:
         return triton.load(ref.at[at])
