@@ -55,11 +55,10 @@ def echo(
 def _offsets(prompt: TextOrIds, token_ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
     """Where each token begins in the text; a byte inside a character begins where that does."""
     hidden: Collection[int] = () if isinstance(prompt, str) else tokenizer.special_ids
-    bos = tokenizer.id_to_token(token_ids[0]) or ""
-    if isinstance(prompt, str) and not prompt.startswith(bos):
-        hidden = token_ids[:1] if token_ids[0] == tokenizer.bos_token_id else ()
     offsets: list[int] = []
     offset = 0
+    if isinstance(prompt, str) and token_ids[0] == tokenizer.bos_token_id:
+        offsets, token_ids, offset = [0], token_ids[1:], _begin(prompt, token_ids[0], tokenizer)
     for is_byte, run in itertools.groupby(token_ids, lambda i: i in tokenizer.byte_ids):
         if is_byte:
             ids = list(run)
@@ -71,6 +70,15 @@ def _offsets(prompt: TextOrIds, token_ids: Sequence[int], tokenizer: Tokenizer) 
             offsets.append(offset)
             offset += 0 if token in hidden else len(tokenizer.id_to_token(token) or "")
     return offsets
+
+
+def _begin(text: str, bos: int, tokenizer: Tokenizer) -> int:
+    """Where a text begins after the BOS that it spells itself: however many, they are one token."""
+    spelled = tokenizer.id_to_token(bos) or ""
+    rest = text
+    while spelled and rest.startswith(spelled):
+        rest = rest.removeprefix(spelled)
+    return len(text) - len(rest)
 
 
 def _characters_before(ids: Sequence[int], text: str, tokenizer: Tokenizer) -> Sequence[int]:

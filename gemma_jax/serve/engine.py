@@ -27,7 +27,7 @@ from gemma_jax.batch_arrays import (
 from gemma_jax.buckets import decode_row_buckets, length_buckets, pick
 from gemma_jax.call_arrays import PageTables, StepOutput
 from gemma_jax.engine_config import EngineConfig
-from gemma_jax.errors import RequestError, UnsupportedError
+from gemma_jax.errors import CapacityError, RequestError, UnsupportedError
 from gemma_jax.model.cache import CacheLayout
 from gemma_jax.model.kernel_context import reads_whole_tables
 from gemma_jax.outputs import PromptLogprobs
@@ -139,18 +139,28 @@ class Engine:
         """
         if request.request_id in self._by_request:
             raise RequestError(f"request_id={request.request_id!r}: is still running")
+        asks = request.params.prompt_logprobs is not None
+        if asks:
+            self._check_scores()
         count = request.params.n if request.max_tokens else 0
         running = [self._start(request, i) for i in range(count)]
         self._scheduler.add(*(r.entry for r in running))
         self._by_request[request.request_id] = running
         self._running |= {r.entry.entry_id: r for r in running}
         self._count.prompt_tokens += len(request.prompt_token_ids) * request.params.n
-        asks = request.params.prompt_logprobs is not None
         if asks and len(request.prompt_token_ids) > 1:
             self._held[request.request_id] = []
             self._scores.add(request)
         elif asks or not running:
             self._end_prompt(request, [None] if asks else None)
+
+    def _check_scores(self) -> None:
+        waiting, most = len(self._held), self._scheduler.limits.max_queue
+        if waiting >= most:
+            raise CapacityError(
+                f"the queue is full: {waiting} prompts wait to be scored, max_queue={most};"
+                " retry later"
+            )
 
     def _start(self, request: EngineRequest, index: int) -> Running:
         grammar = None if request.grammar is None else self._grammar(request.grammar)

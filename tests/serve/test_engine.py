@@ -264,6 +264,17 @@ def test_an_aborted_request_is_scored_no_further(e2b):
     assert len(output.prompt_logprobs) == len(prompts()[1])
 
 
+def test_prompts_that_wait_to_be_scored_fill_the_queue(e2b):
+    engine = make_engine(e2b, max_queue=2)
+    for i in range(2):
+        engine.add(request(prompts()[1], 0, f"waits {i}", prompt_logprobs=0))
+    with pytest.raises(CapacityError, match=r"2 prompts wait to be scored, max_queue=2"):
+        engine.add(request(prompts()[1], 0, "too many", prompt_logprobs=0))
+    while engine.has_work:
+        engine.step()
+    engine.add(request(prompts()[1], 0, "later", prompt_logprobs=0))
+
+
 def test_a_prompt_of_which_nothing_is_asked_ends_without_a_device_call(e2b):
     engine = make_engine(e2b)
     (output,) = complete(engine, [request([5, 6], 0, n=2)])
