@@ -145,6 +145,7 @@ class EngineClient:
       max_queue: completions that may wait beyond those that run.
       request_timeout: seconds that a request may take, its waiting included; None is no limit.
       on_end: called once when the process has ended by itself or failed to start.
+      on_ready: called once when requests are taken.
     """
 
     def __init__(
@@ -154,10 +155,11 @@ class EngineClient:
         max_queue: int,
         request_timeout: float | None = None,
         on_end: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
     ):
         self._factory, self.metrics = factory, metrics
         self._max_queue, self._request_timeout = max_queue, request_timeout
-        self._on_end = on_end
+        self._on_end, self._on_ready = on_end, on_ready
         self._max_num_seqs = 0
         self._generations: dict[str, Generation] = {}
         self._timers: dict[Generation, asyncio.TimerHandle] = {}
@@ -302,6 +304,7 @@ class EngineClient:
                 self._max_num_seqs = max_num_seqs
                 if self.state is State.STARTING:
                     self.state = State.READY
+                    self._on_ready()
             case Failed(error):
                 self.failure = error
             case None:

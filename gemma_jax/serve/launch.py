@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -69,7 +70,14 @@ def serve(config: ServerConfig, text_side: TextSide, factory: EngineFactory) -> 
         if server is not None:
             server.should_exit = True
 
-    client = EngineClient(factory, metrics, config.max_queue, config.request_timeout, on_end)
+    def on_ready() -> None:
+        took = time.monotonic() - begun
+        print(f"gemma-jax: ready after {took:.0f} s", file=sys.stderr, flush=True)
+
+    begun = time.monotonic()
+    client = EngineClient(
+        factory, metrics, config.max_queue, config.request_timeout, on_end, on_ready
+    )
     app = create_app(config, text_side, client, metrics)
     settings = uvicorn.Config(
         app,

@@ -101,8 +101,10 @@ def test_a_server_is_unready_while_it_loads_and_its_engine_does_not_outlive_it()
         assert early.status_code == 503
         assert "being loaded" in early.json()["error"]["message"]
         assert early.headers["retry-after"]
+        assert "ready" not in server.errors()
         wait_for(lambda: httpx.get(server.url + "/health").status_code == 200, server)
         assert httpx.post(server.url + COMPLETIONS, json={"prompt": "a"}).status_code == 200
+        assert server.errors().count("gemma-jax: ready after") == 1
         engine = server.engine_pid()
         assert is_alive(engine)
         server.kill()
