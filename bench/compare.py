@@ -3,11 +3,12 @@
     python -m bench.compare [FILE ...]              tables of these files (default: bench/results)
     python -m bench.compare --update README.md ...  rewrites the tables inside documents
 
-In a document a table stands between `<!-- table: BENCH -->` and `<!-- end table -->`. Of several
-rows with the same benchmark, case, device and settings the newest counts. The benchmarks
-`kernels-<op>` share one table; there a case shows the rows of the commit that measured it last, so
-that its ratios are all of one state of the code. vLLM's kernels are not in it: the table `vllm`
-puts them beside our rows of the same case and commit.
+In a document a table stands between `<!-- table: BENCH -->`, or `<!-- table: BENCH CASE -->` for
+the cases whose names begin with CASE, and `<!-- end table -->`. Of several rows with the same
+benchmark, case, device and settings the newest counts. The benchmarks `kernels-<op>` share one
+table; there a case shows the rows of the commit that measured it last, so that its ratios are all
+of one state of the code. vLLM's kernels are not in it: the table `vllm` puts them beside our rows
+of the same case and commit.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 KERNELS, VLLM = "kernels", "vllm"
-_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- table: (\w+) ?(\S*) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 Row = dict[str, Any]
 Column = tuple[str, Callable[[Row], str]]
@@ -329,7 +330,8 @@ def update(document: str, rows: Sequence[Row]) -> str:
     """The document with each of its tables made anew."""
 
     def replaced(match: re.Match[str]) -> str:
-        return f"{match[1]}{table(match[2], rows)}{match[3]}"
+        chosen = [row for row in rows if row["case"].startswith(match[3])]
+        return f"{match[1]}{table(match[2], chosen)}{match[4]}"
 
     return _BLOCK.sub(replaced, document)
 

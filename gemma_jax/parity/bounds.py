@@ -32,6 +32,15 @@ def upper_bound(events: int, trials: int, confidence: float = CONFIDENCE) -> flo
     return float(betaincinv(events + 1, trials - events, confidence))
 
 
+def lower_bound(events: int, trials: int, confidence: float = CONFIDENCE) -> float:
+    """`upper_bound`'s counterpart: the rate is above it with at least this confidence.
+
+    Raises:
+      ValueError: a negative number, or more events than trials.
+    """
+    return 1 - upper_bound(trials - events, trials, confidence)
+
+
 @dataclass(frozen=True)
 class Rate:
     """How often something happened.

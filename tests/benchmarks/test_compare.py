@@ -133,6 +133,15 @@ def test_only_the_blocks_of_a_document_change():
     assert compare.update(updated, [result_row()]) == updated
 
 
+def test_a_table_of_some_cases_only():
+    rows = [result_row(), result_row() | {"case": "another"}]
+    document = "<!-- table: throughput anoth -->\n<!-- end table -->\n"
+    updated = compare.update(document, rows)
+    assert "| another |" in updated
+    assert f"| {result_row()['case']} |" not in updated
+    assert compare.update(updated, rows) == updated
+
+
 def test_a_broken_line_is_named(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps(result_row()) + "\n{\n")

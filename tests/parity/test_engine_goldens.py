@@ -4,6 +4,10 @@ Records lie in `data/engines/MODEL/`; a file that is added there is compared too
 takes the sequences of one program (66 to 129 tokens: both sides of the short windows) of nano's
 records and of the random models' float32 ones, the slow one bfloat16 ones and nano's sequences of
 1,024 tokens and more. `bench.agreement` compares everything; its rows are committed and tested.
+
+Of nano, and in float32, no flip may be unexplained. A random model in bfloat16 has a flip every
+twenty tokens, at margins up to and beyond the limit, which is a percentile: of those beyond there
+may be as many as that percentile leaves to two bfloat16 runs, and each must be bfloat16's doing.
 """
 
 import dataclasses
@@ -12,18 +16,18 @@ from pathlib import Path
 
 import pytest
 
+from bench.goldens import make_engine_goldens
 from gemma_jax.llm import LLM
+from gemma_jax.parity.bounds import lower_bound
 from gemma_jax.parity.compare import compare
 from gemma_jax.parity.flips import NoiseLimit, noise_limit
 from gemma_jax.parity.identity import model_identity
 from gemma_jax.parity.records import Record, check_model, read_record
-from gemma_jax.testing.golden_models import GOLDEN_MODELS, golden_checkpoint
+from gemma_jax.testing.golden_models import BEYOND_LIMIT, GOLDEN_MODELS, golden_checkpoint
 
 DATA = Path(__file__).parent / "data" / "engines"
 SUFFIX, TWIN_SUFFIX = ".jsonl.xz", ".twin.jsonl.xz"
 MAX_BYTES = 8 * 2**20
-EXPECTED = ("transformers-bfloat16", "transformers-float32")
-"""Records that each model must have."""
 
 ONE_PROGRAM, LONG = range(66, 130), range(1024, 4097)
 MIN_TOKENS, MIN_SEQUENCES = 2000, 5
@@ -101,13 +105,19 @@ def check(name, wanted, scorer):
         noise=limit.nats,
     )
     print(f"{name}: {comparison.rate}, limit {limit.nats:.2g} nat", *comparison.flips, sep="\n")
-    assert [str(flip) for flip in comparison.unexplained] == []
-    assert len(comparison.positions.token) >= 32 * MIN_SEQUENCES
+    assert comparison.rate.trials >= 32 * MIN_SEQUENCES
+    if model == "nano" or record.dtype == "float32":
+        assert [str(flip) for flip in comparison.unexplained] == []
+        return
+    beyond = comparison.unexplained_rate
+    assert lower_bound(beyond.events, beyond.trials) <= BEYOND_LIMIT
+    assert all(flip.float32.agrees for flip in comparison.unexplained)
 
 
 def test_records_are_complete_and_small():
-    for model in GOLDEN_MODELS:
-        assert {f"{model}/{name}" for name in EXPECTED} <= set(RECORDS)
+    for engine in ("transformers", "vllm"):
+        listed = make_engine_goldens.processes(engine, list(GOLDEN_MODELS))
+        assert [f for p in listed for f in p.files() if not (DATA / f).exists()] == []
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) <= MAX_BYTES
 
 
@@ -132,7 +142,7 @@ def test_no_flip_is_unexplained(name, scorer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(RECORDS) - set(QUICK)))
-def test_no_flip_of_a_random_model_in_bfloat16_is_unexplained(name, scorer):
+def test_flips_of_a_random_model_in_bfloat16_are_its_rounding(name, scorer):
     check(name, ONE_PROGRAM, scorer)
 
 

@@ -199,6 +199,7 @@ def test_bound_is_where_so_few_events_have_five_per_cent(events, trials):
     from scipy.stats import binom
 
     bound = bounds.upper_bound(events, trials)
+    assert bounds.lower_bound(events, trials) <= events / trials <= bound
     assert binom.cdf(events, trials, bound) == pytest.approx(0.05)
 
 
