@@ -6,6 +6,7 @@ of one and plans ahead, the next one runs.
 """
 
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections import deque
@@ -196,6 +197,8 @@ class Engine:
     def compile_for(self, batches: Iterable[Sequence[EngineRequest]]) -> int:
         """Compiles the programs that these requests need, several at a time, and runs nothing.
 
+        Those that score prompts are left to the first such request.
+
         Args:
           batches: the requests of each are there together, after those before have ended; they
             should run to their `max_tokens`, whatever is drawn.
@@ -211,7 +214,8 @@ class Engine:
         try:
             for batch in batches:
                 for request in batch:
-                    self.add(request)
+                    params = dataclasses.replace(request.params, prompt_logprobs=None)
+                    self.add(dataclasses.replace(request, params=params))
                 while self.has_work:
                     self.step()
         finally:

@@ -70,3 +70,9 @@ def test_a_program_that_does_not_compile_ahead_is_left_to_its_call(runner, monke
     assert engine.compile_for([batch(PROMPTS[:1])]) > 0
     assert "compiling ahead failed: invalid literal" in caplog.text
     assert complete(engine, batch(PROMPTS[:1]))[0].outputs[0].token_ids
+
+
+def test_no_prompt_is_scored_ahead(runner, monkeypatch):
+    engine = make_engine(runner)
+    monkeypatch.setattr(type(runner), "score", lambda *_, **__: pytest.fail("scored"))
+    assert engine.compile_for([[request(PROMPTS[1], 12, "r", eos=(), prompt_logprobs=2)]]) > 0
