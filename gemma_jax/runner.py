@@ -327,7 +327,7 @@ class Runner:
     ) -> tuple[KVCache, RowState, StepOutput]:
         """See `decode`; `cache` and `state` are consumed."""
         return self._call(
-            _decode_on_gpu if self._is_one_graph(max_steps) else _decode,
+            _decode_on_gpu if self.is_one_graph(max_steps) else _decode,
             (self._program(layout), max_steps, statics),
             (self._leaves, cache, state, rows, tables, table),
         )
@@ -351,7 +351,8 @@ class Runner:
             (self._leaves, cache, chunk, tables, targets),
         )
 
-    def _is_one_graph(self, max_steps: int) -> bool:
+    def is_one_graph(self, max_steps: int) -> bool:
+        """Whether a decode call of so many steps is one CUDA graph."""
         on_gpu = jax.default_backend() == "gpu"
         return on_gpu and max_steps > 1 and not self.numerics.batch_invariant
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from gemma_jax.benchmarks.ceilings import Ceilings
 from gemma_jax.benchmarks.costs import decode_bytes, workload_flops
-from gemma_jax.benchmarks.profile import Event, busy_time
 from gemma_jax.benchmarks.rows import Row, peak_memory_bytes
 from gemma_jax.benchmarks.timing import Timing, measure
 from gemma_jax.benchmarks.workload import Workload
@@ -25,6 +24,7 @@ class WorkloadRunner:
 
     def __init__(self, llm: LLM, seed: int = 0):
         self.llm = llm
+        self._idle_ms: list[float] = []
         self._rng = np.random.default_rng(seed)
 
     def _params(self, workload: Workload) -> SamplingParams:
@@ -41,7 +41,10 @@ class WorkloadRunner:
         Raises:
           RequestError: a prompt was refused or did not get all its tokens.
         """
-        for output in self.llm.generate(prompts, self._params(workload), use_tqdm=False):
+        before = self.llm.engine.stats().idle_seconds
+        outputs = self.llm.generate(prompts, self._params(workload), use_tqdm=False)
+        self._idle_ms.append((self.llm.engine.stats().idle_seconds - before) * 1e3)
+        for output in outputs:
             if output.error:
                 raise RequestError(output.error)
             tokens = len(output.outputs[0].token_ids)
@@ -66,6 +69,11 @@ class WorkloadRunner:
                     ]
                 )
         return self.llm.engine.compile_for(batches)
+
+    def idle_share(self, timing: Timing) -> float:
+        """Share of the runs of the last `measure` in which no call was queued on the device."""
+        counted = self._idle_ms[-len(timing.samples_ms) :]
+        return sum(counted) / sum(timing.samples_ms)
 
     def measure(self, workload: Workload, warmup: int, iters: int) -> Timing:
         return measure(
@@ -106,27 +114,6 @@ def derived_rates(
     }
 
 
-PAUSE_NS = 20_000
-"""A longer gap between two kernels is one between device calls, where the host is late."""
-
-
-def device_use(events: Sequence[Event], median_ms: float) -> dict[str, float | None]:
-    """How the device spends a run, from the kernels of one profiled run.
-
-    Returns:
-      device_busy_ms: milliseconds in which a kernel ran.
-      device_idle_share: share of the median run in which no device call ran, requests and results
-        on the host included; gaps of up to `PAUSE_NS` lie within a call. None without kernels.
-    """
-    if not events:
-        return {"device_busy_ms": None, "device_idle_share": None}
-    in_calls = busy_time(events, PAUSE_NS) / 1e6
-    return {
-        "device_busy_ms": round(busy_time(events) / 1e6, 4),
-        "device_idle_share": max(1 - in_calls / median_ms, 0.0),
-    }
-
-
 def settings(llm: LLM, model: str, ceilings: Ceilings) -> dict[str, Any]:
     """The `config` of a row."""
     engine = llm.engine_config
@@ -154,3 +141,4 @@ def fill(row: Row, runner: WorkloadRunner, workload: Workload, timing: Timing, c
         setattr(row, name, value)
     row.peak_memory_bytes = peak_memory_bytes()
     row.derived = derived_rates(runner.llm, workload, timing.median_ms, c)
+    row.derived["device_idle_share"] = runner.idle_share(timing)

@@ -92,16 +92,12 @@ def tables(events: list[Event]) -> str:
     return "\n\n".join(parts)
 
 
-def busy_time(events: Iterable[Event], pause: float = 0.0) -> float:
-    """Nanoseconds in which at least one of the events runs; they come in order of their start.
-
-    Gaps of up to `pause` nanoseconds count too.
-    """
+def busy_time(events: Iterable[Event]) -> float:
+    """Nanoseconds in which at least one of the events runs; they come in order of their start."""
     total, end = 0.0, float("-inf")
     for event in events:
         stop = event.start + event.duration
-        start = event.start if event.start - end > pause else end
-        total += max(stop - start, 0.0)
+        total += max(stop - max(event.start, end), 0.0)
         end = max(end, stop)
     return total
 

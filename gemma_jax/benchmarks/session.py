@@ -15,7 +15,6 @@ from gemma_jax.benchmarks import profile
 from gemma_jax.benchmarks.ceilings import Ceilings, copy_row, matmul_row
 from gemma_jax.benchmarks.measure_workload import (
     WorkloadRunner,
-    device_use,
     fill,
     guarded,
     settings,
@@ -157,8 +156,9 @@ def _load(args: argparse.Namespace, workloads: Sequence[Workload]) -> tuple[LLM,
 def _add_device_use(
     row: Row, runner: WorkloadRunner, workload: Workload, folder: Path | None
 ) -> None:
-    """Profiles one more run, on a GPU or if asked for: its idle share, and its table in `folder`.
+    """Profiles one more run, on a GPU or if asked for: its busy time, and its table in `folder`.
 
+    Of a loop inside of a CUDA graph the profiler sees part of the kernels only: no busy time then.
     A profile that fails leaves a note: the row has its figures already.
     """
     if folder is None and jax.default_backend() != "gpu":
@@ -173,7 +173,8 @@ def _add_device_use(
         except Exception as error:
             row.note = "; ".join(filter(None, [row.note, f"not profiled: {error}"]))
             return
-        row.derived |= device_use(events, row.median_ms or 0.0)
+        if workload.output_len == 1 or not runner.llm.runner.is_one_graph(2):
+            row.derived["device_busy_ms"] = profile.busy_time(events) / 1e6 if events else None
         if folder is not None:
             table = profile.tables(events)
             print(f"\nprofile of {workload.name}\n{table}\n", flush=True)

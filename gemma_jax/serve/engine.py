@@ -154,6 +154,8 @@ class Engine:
             self._scores.add(request)
         elif asks or not running:
             self._end_prompt(request, [None] if asks else None)
+        if not self._calls and self._count.idle_since is None:
+            self._count.idle_since = time.monotonic()
 
     def _check_scores(self) -> None:
         waiting, most = len(self._held), self._scheduler.limits.max_queue
@@ -186,6 +188,8 @@ class Engine:
         self._scores.abort(request_id)
         self._held.pop(request_id, None)
         self._due = [delta for delta in self._due if delta.request_id != request_id]
+        if not self.has_work:
+            self._count.idle_since = None
 
     def close(self) -> None:
         """Waits for the queued calls; a process that ends under them would crash."""

@@ -4,7 +4,6 @@ import jax
 import pytest
 
 from gemma_jax.benchmarks import profile
-from gemma_jax.benchmarks.measure_workload import device_use
 from gemma_jax.benchmarks.profile import Event
 
 TRACE = """
@@ -61,19 +60,6 @@ def test_overlapping_kernels_are_busy_once():
     starts = [(0, 10), (5, 2), (8, 4), (20, 1)]
     events = [Event("k", "", "", s, d) for s, d in starts]
     assert profile.busy_time(events) == 13
-    assert profile.busy_time(events, pause=7) == 13
-    assert profile.busy_time(events, pause=8) == 21
-
-
-def test_idle_is_what_lies_between_device_calls():
-    # Two calls of two kernels, 10 µs apart within a call and 1 ms apart between calls.
-    starts = [0, 110_000, 1_210_000, 1_320_000]
-    events = [Event("k", "", "", start, 100_000) for start in starts]
-    use = device_use(events, median_ms=2.1)
-    assert use["device_busy_ms"] == 0.4
-    assert use["device_idle_share"] == pytest.approx(0.8)
-    assert device_use(events, median_ms=0.4)["device_idle_share"] == 0.0
-    assert device_use([], 1.0) == {"device_busy_ms": None, "device_idle_share": None}
 
 
 def test_the_long_tail_is_one_line():

@@ -264,6 +264,19 @@ def test_an_aborted_request_is_scored_no_further(e2b):
     assert len(output.prompt_logprobs) == len(prompts()[1])
 
 
+def test_the_device_idles_only_while_there_is_work(e2b, monkeypatch):
+    clock = iter(range(10_000))
+    monkeypatch.setattr("gemma_jax.serve.engine.time.monotonic", lambda: next(clock))
+    engine = make_engine(e2b)
+    engine.add(request(prompts()[1], 2, "aborted"))
+    engine.abort("aborted")
+    for _ in range(100):
+        next(clock)  # nobody waits for anything
+    (output,) = complete(engine, [request(prompts()[1], 2, "served")])
+    assert len(output.outputs[0].token_ids) == 2
+    assert 0 < engine.stats().idle_seconds < 100
+
+
 def test_prompts_that_wait_to_be_scored_fill_the_queue(e2b):
     engine = make_engine(e2b, max_queue=2)
     for i in range(2):
