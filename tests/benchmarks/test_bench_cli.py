@@ -51,6 +51,7 @@ def test_throughput_writes_a_row_a_workload_and_ends_with_one_json_line(tmp_path
     assert prompts["derived"]["tok_per_s"] == pytest.approx(66 / seconds, rel=1e-3)
     assert prompts["derived"]["mbu"] is None
     assert 0 < decode["derived"]["mbu"] < decode["derived"]["bytes_per_s"]
+    assert all(0 < row["derived"]["device_idle_share"] < 1 for row in (prompts, decode))
     assert prompts["config"]["model"] == "random weights, e2b-tiny"
 
     last = json.loads(capsys.readouterr().out.splitlines()[-1])["cases"]["2x32+1"]
