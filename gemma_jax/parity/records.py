@@ -6,7 +6,6 @@ row and what is wrong.
 """
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,11 @@ import numpy as np
 
 from gemma_jax.errors import ConfigError, RecordError
 from gemma_jax.parity.foreign import foreign_row, is_foreign
+from gemma_jax.parity.record_header import DTYPES, check_header, is_count
 from gemma_jax.records import LOGPROB_DECIMALS, read_lines
+
+LOWEST_LOGPROB, LOGPROB_SLACK = float(np.finfo(np.float32).min), 1e-3
+"""Range of a log-probability; one of nearly 0 may be rounded upwards."""
 
 NO_CANDIDATE = -1
 """Pads `top_ids` where a position has fewer candidates than another; its logprob is -inf."""
@@ -131,15 +134,13 @@ class Record:
 
     @property
     def engine(self) -> str:
-        return str(self.header.get("engine", "unknown engine"))
+        return str(self.header.get("engine") or "unknown engine")
 
     @property
     def dtype(self) -> str | None:
         """Compute dtype of the run, or `None` when the record does not say."""
-        settings = self.header.get("settings")
-        inner = settings.get("dtype") if isinstance(settings, dict) else None
-        dtype = self.header.get("dtype") or inner
-        return dtype if dtype in ("bfloat16", "float32") else None
+        dtype = self.header.get("dtype") or (self.header.get("settings") or {}).get("dtype")
+        return dtype if dtype in DTYPES else None
 
     @property
     def model(self) -> dict[str, Any]:
@@ -198,6 +199,7 @@ def _split(path: str | Path) -> tuple[dict[str, Any], list[_Row]]:
     if "header" in first:
         if not isinstance(first["header"], dict):
             raise RecordError(f'{where}: "header" is not an object')
+        check_header(first["header"], where)
         return first["header"], list(_rows(objects))
     if not is_foreign(first):
         raise RecordError(
@@ -279,10 +281,13 @@ def _stream(
     if not len(prompt) or not len(tokens):
         raise RecordError(f"{where}: a prompt or a continuation without tokens")
     top = _candidates(row.get("top"), tokens, where) if needs_logprobs or "top" in row else None
-    settings = header.get("settings")
-    settings = settings if isinstance(settings, dict) else header
-    batch = row.get("batch", settings.get("max_num_seqs"))
-    return Stream(row_id, prompt, tokens, top, batch if isinstance(batch, int) else None)
+    batch = row.get("batch", (header.get("settings") or header).get("max_num_seqs"))
+    if batch is not None and not is_count(batch):
+        raise RecordError(
+            f"{where}: batch={batch!r:.60}: expected an integer of at least 1; correct it or leave"
+            " it out"
+        )
+    return Stream(row_id, prompt, tokens, top, batch)
 
 
 def _ids(row: dict[str, Any], name: str, where: str) -> np.ndarray:
@@ -314,9 +319,12 @@ def _candidates(top: Any, tokens: np.ndarray, where: str) -> Candidates:
 def _pair(pair: Any, where: str) -> tuple[int, float]:
     match pair:
         case [int(token), int() | float() as logprob] if not isinstance(token, bool):
-            if math.isfinite(logprob) and 0 <= token < 2**31:
+            if 0 <= token < 2**31 and LOWEST_LOGPROB <= logprob <= LOGPROB_SLACK:
                 return token, float(logprob)
-    raise RecordError(f"{where}: candidate {pair!r}: expected [id, finite logprob]")
+    raise RecordError(
+        f"{where}: candidate {pair!r:.60}: expected [id, logprob], a finite float32 of at most 0;"
+        " record it again"
+    )
 
 
 # --- what a record is compared with -------------------------------------------------------------

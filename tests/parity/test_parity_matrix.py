@@ -225,7 +225,7 @@ def test_every_context_says_how_many_reference_rows_it_compares(against):
     ("reference", "header", "words"),
     [
         ([counting("a", 20, 4), counting("b", 25, 5)], {}, "ref.jsonl: no row is compared; its"
-         " prompts have 20 to 25 tokens and its continuations 4 to 5, but no context of --contexts"),
+         " prompts have 20 to 25 tokens and its continuations 4 to 5, but no context of --cont"),
         ([counting("a", 3, 4)], {"model": {"vocab_size": 63}}, "a vocabulary of 63, but the model"),
         ([counting("a", 3, 4) | {"prompt_token_ids": [9999]}], {}, "prompt_token_ids[0]=9999"),
         ([counting("a", 3, 4) | {"token_ids": [1, 1, 1, 1]}], {}, "only 0 of 4 tokens are the eng"),

@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import math
 import re
 
 import numpy as np
@@ -160,6 +161,16 @@ def test_answers_of_two_models_are_refused(tmp_path):
         ({"top": [TOP[0], [[9, -0.5]]]}, "token 1: fewer than two candidates"),
         ({"top": [TOP[0], [[9, -0.5], [9, -0.5]]]}, "token 1: a candidate is listed twice"),
         ({"top": [TOP[0], [[9, "x"], [7, -1]]]}, re.escape("token 1: candidate [9, 'x']")),
+        ({"top": [TOP[0], [[9, 5.0], [7, -1]]]}, "line 2 .*token 1: .*at most 0; record it again"),
+        (
+            {"top": [TOP[0], [[9, -0.5], [7, -1e300]]]},
+            r"candidate \[7, -1e\+300\]: .*finite float32",
+        ),
+        ({"top": [TOP[0], [[9, -0.5], [7, -(10**400)]]]}, "token 1: candidate .7, -1000.*finite"),
+        ({"top": [TOP[0], [[9, math.nan], [7, -math.inf]]]}, r"candidate \[9, nan\]"),
+        ({"batch": -3}, "line 2 .*batch=-3: expected an integer of at least 1; correct it or leav"),
+        ({"batch": "8"}, "batch='8': expected an integer"),
+        ({"batch": True}, "batch=True: expected an integer"),
         ({"token_ids": [5, -9]}, r"token_ids has an id outside \[0, 2\*\*31\)"),
         ({"token_ids": [5, 2**31]}, "token_ids has an id outside"),
         ({"token_ids": [5, True]}, "token_ids is missing or not a list of integers"),
@@ -171,6 +182,45 @@ def test_answers_of_two_models_are_refused(tmp_path):
 def test_bad_rows_are_refused_with_the_row_and_the_reason(tmp_path, change, words):
     path = write(tmp_path / "r.jsonl", [row("a", [2], TOP) | change])
     refused(path, words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"versions": "x"}, "versions='x': expected an object; correct it or leave it out"),
+        ({"device": 5}, "device=5: expected an object or a string"),
+        ({"engine": ["vllm"]}, r"engine=\['vllm'\]: expected a string"),
+        ({"dtype": "float16"}, "dtype='float16': expected bfloat16 or float32"),
+        ({"dtype": ["x"]}, r"dtype=\['x'\]: expected bfloat16 or float32"),
+        ({"settings": [1]}, r"settings=\[1\]: expected an object"),
+        ({"settings": {"dtype": "half"}}, "settings.dtype='half': expected auto, bfloat16 or flo"),
+        ({"settings": {"max_num_seqs": 0}}, "settings.max_num_seqs=0: expected an integer of at"),
+        ({"model": 3}, "model=3: expected an object or a string"),
+        ({"model": {"vocab_size": "64"}}, "model.vocab_size='64': expected an integer"),
+        ({"model": {"weights_sha256": 7}}, "model.weights_sha256=7: expected a string"),
+    ],
+)
+def test_header_fields_of_another_type_are_refused_as_they_are_read(tmp_path, change, words):
+    path = write(tmp_path / "r.jsonl", [row("a", [2], TOP)], HEADER | change)
+    refused(path, rf"r\.jsonl, line 1: header {words}")
+    refused(path, words, needs_logprobs=False)
+
+
+def test_header_fields_may_be_null_or_missing(tmp_path):
+    empty = dict.fromkeys(("versions", "device", "dtype", "settings", "model", "engine"))
+    for header in ({}, empty, {"model": {"vocab_size": None}, "device": "cpu"}):
+        record = read_record(write(tmp_path / "r.jsonl", [row("a", [2], TOP)], header))
+        assert (record.dtype, record.streams[0].batch, record.engine) == (
+            None,
+            None,
+            "unknown engine",
+        )
+
+
+def test_logprob_of_nearly_one_may_be_rounded_above_zero(tmp_path):
+    top = [[[5, 2e-4], [6, -9.5]]]
+    record = read_record(write(tmp_path / "r.jsonl", [row("a", [2], top)]))
+    assert record.streams[0].candidates.as_pairs() == top
 
 
 def test_row_ids_must_differ(tmp_path):
