@@ -203,7 +203,8 @@ def compare(
     streams = reference.streams
     k = num_candidates(streams)
     with load(dtype) as llm:
-        check_vocabulary(reference, llm.model_config.vocab_size)
+        for record in (reference, twin) if twin is not None else (reference,):
+            check_vocabulary(record, llm.model_config.vocab_size)
         window = llm.model_config.sliding_window
         ours = list(_progress(teacher_forced(llm, streams, k), len(streams), dtype))
         runs = list(greedy(llm, streams, k)) if free_run else []

@@ -47,6 +47,12 @@ _KINDS = {
 }
 
 
+def model_of(header: dict[str, Any]) -> dict[str, Any]:
+    """The field `model` as an object; a string is its name."""
+    model = header.get("model") or {}
+    return {"name": model} if isinstance(model, str) else model
+
+
 def check_header(header: dict[str, Any], where: str) -> None:
     """Refuses a header with a field of another type; fields that are missing or null may be.
 
