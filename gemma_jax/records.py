@@ -114,7 +114,9 @@ def read_lines(path: str | Path) -> Generator[bytes]:
         with opener(path, "rb") as file:
             yield from file
     except _DAMAGED as error:
-        raise ConfigError(f"file {path}: compressed data is damaged or cut off: {error}") from error
+        raise ConfigError(
+            f"file {path}: compressed data is damaged or cut off: {error}; record it again"
+        ) from error
     except OSError as error:
         raise ConfigError(f"file {path}: {error.strerror}") from error
 

@@ -18,8 +18,14 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
     )
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `load_model` reads."""
+def add_model_flags(parser: argparse.ArgumentParser, *, of_reference: bool = False) -> None:
+    """Add the flags that `load_model` reads.
+
+    Args:
+      parser: gets them.
+      of_reference: dtype and rounding that are not given are `None`, for those of a record.
+    """
+    source, rounding = ("reference", "the reference's") if of_reference else ("checkpoint", "hf")
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -29,14 +35,14 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="dtype of weights and activations (default: the checkpoint's)",
+        default=None if of_reference else "auto",
+        help=f"dtype of weights and activations (default: the {source}'s)",
     )
     group.add_argument(
         "--rounding",
         choices=("hf", "vllm"),
-        default="hf",
-        help="whose bfloat16 roundings to reproduce (default: %(default)s)",
+        default=None if of_reference else "hf",
+        help=f"whose bfloat16 roundings to reproduce (default: {rounding})",
     )
     group.add_argument(
         "--no-fast-prefill",

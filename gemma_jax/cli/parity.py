@@ -83,8 +83,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--any-model", action="store_true", help="compare although the record is of other weights"
     )
-    options.add_model_flags(parser)
-    parser.set_defaults(dtype=None, rounding=None)
+    options.add_model_flags(parser, of_reference=True)
     group = parser.add_argument_group("results")
     group.add_argument("--output-json", metavar="FILE", help="write the result, for report")
     group.add_argument(

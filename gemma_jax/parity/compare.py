@@ -197,14 +197,17 @@ def compare(
     """
     if twin is not None:
         check_twin(reference, twin)
+    if free_run:
+        check_greedy(reference)
     limit = noise_limit(reference, twin, dtype, noise)
     streams = reference.streams
     k = num_candidates(streams)
     with load(dtype) as llm:
-        check_vocabulary(reference, llm.model_config.vocab_size)
+        for record in (reference, twin) if twin is not None else (reference,):
+            check_vocabulary(record, llm.model_config.vocab_size)
         window = llm.model_config.sliding_window
         ours = list(_progress(teacher_forced(llm, streams, k), len(streams), dtype))
-        runs = list(greedy(llm, _greedy_streams(reference), k)) if free_run else []
+        runs = list(greedy(llm, streams, k)) if free_run else []
         batch = min(llm.max_num_seqs, len(streams))
     verdicts = limit.needs_verdict and twin is not None
     needed = _needs_float32(streams, ours, runs, verdicts, float32_everywhere)
@@ -315,8 +318,8 @@ def _row(candidates: Candidates, t: int) -> Candidates:
 # --- free-running -------------------------------------------------------------------------------
 
 
-def _greedy_streams(reference: Record) -> Sequence[Stream]:
-    """The reference's streams, if it chose its own best tokens.
+def check_greedy(reference: Record) -> None:
+    """Refuses a record that a greedy run cannot follow.
 
     Raises:
       RecordError: it was sampled, or given its tokens.
@@ -327,7 +330,6 @@ def _greedy_streams(reference: Record) -> Sequence[Stream]:
             f"{reference.name}: only {same} of {reference.num_tokens} tokens are the engine's best;"
             " a free run needs a greedy record, made from --prompts"
         )
-    return reference.streams
 
 
 def free_run_of(

@@ -37,7 +37,10 @@ def foreign_row(value: Row, number: int, where: str) -> tuple[str, str | None, R
         body = response.get("body") if isinstance(response, dict) else None
         if value.get("error") or not isinstance(body, dict) or "choices" not in body:
             return "openai", None, {"id": row_id, "error": str(value.get("error") or body)}
-    return "openai", body.get("model"), {"id": row_id} | completion_row(body, where)
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise RecordError(f"{where}: model={model!r:.60}: expected a string")
+    return "openai", model, {"id": row_id} | completion_row(body, where)
 
 
 def _vllm_row(value: Row, number: int, where: str) -> Row:
@@ -53,6 +56,8 @@ def _vllm_row(value: Row, number: int, where: str) -> Row:
     steps = first.get("logprobs")
     if steps is None:
         return row
+    if not isinstance(steps, list):
+        raise RecordError(f"{where}: logprobs={steps!r:.60}: expected a list, one entry a token")
     return row | {"top": [_vllm_step(step, f"{where}, token {t}") for t, step in enumerate(steps)]}
 
 
@@ -84,14 +89,26 @@ def completion_row(body: Row, where: str, ids_of: dict[str, int] | None = None) 
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict):
         raise RecordError(f'{where}: no logprobs; ask for "logprobs": 2 or more')
-    lookup = _Lookup(where, ids_of or {})
-    if isinstance(logprobs.get("content"), list):
-        token_ids, top = _chat_positions(logprobs["content"], lookup)
-    else:
-        token_ids, top = _completion_positions(logprobs, lookup)
+    token_ids, top = _positions(logprobs, _Lookup(where, ids_of or {}), where)
     prompt = choice.get("prompt_token_ids") or body.get("prompt_token_ids")
     token_ids = choice.get("token_ids") or token_ids
     return {"prompt_token_ids": prompt, "token_ids": token_ids, "top": top}
+
+
+def _positions(logprobs: Row, lookup: "_Lookup", where: str) -> tuple[list[int], list[Any]]:
+    """Ids and candidates, of either kind of completion."""
+    content = logprobs.get("content")
+    try:
+        if isinstance(content, list):
+            return _chat_positions(content, lookup)
+        return _completion_positions(logprobs, lookup)
+    except RecordError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise RecordError(
+            f"{where}: logprobs={logprobs!r:.60}: expected those of a completion (tokens,"
+            " token_logprobs, top_logprobs) or of a chat completion (content)"
+        ) from None
 
 
 class _Lookup:

@@ -128,6 +128,25 @@ def random_prompts(config: ModelConfig, context: int, count: int, seed: int) -> 
     return list(prompts)
 
 
+def place(record: Record, plan: Plan, config: ModelConfig) -> dict[int, tuple[Stream, ...]]:
+    """Context → the rows of a record that its cells compare: each row has the first that holds it.
+
+    Contexts that the model does not hold, and rows that no context holds, are left out.
+    """
+    contexts = [c for c in plan.contexts if c + plan.max_tokens <= config.max_position_embeddings]
+
+    def first(stream: Stream) -> int | None:
+        prompt, whole = len(stream.prompt), len(stream.sequence)
+        fits = (c for c in contexts if prompt <= c and whole <= c + plan.max_tokens)
+        return next(fits, None)
+
+    chosen = [first(stream) for stream in record.streams]
+    return {
+        context: tuple(s for s, c in zip(record.streams, chosen, strict=True) if c == context)
+        for context in contexts
+    }
+
+
 class Matrix:
     """Runs the cells of a plan.
 
@@ -149,6 +168,7 @@ class Matrix:
     ):
         self.plan, self.config = plan, config
         self.reference, self.twin = reference, twin
+        self._placed = {} if reference is None else place(reference, plan, config)
         self._baselines = {row["context"]: row for row in done if row["is_baseline"]}
 
     def run(self, cell: Cell) -> dict[str, Any]:
@@ -251,19 +271,11 @@ class Matrix:
         return list(itertools.islice(itertools.cycle(streams), count))
 
     def _parity(self, cell: Cell) -> dict[str, Any] | None:
-        """Comparison with the reference's prompts between the context before and this one."""
-        if self.reference is None:
+        """Comparison with the reference's rows of this context."""
+        some = self._placed.get(cell.context)
+        if self.reference is None or not some:
             return None
-        shorter = max((c for c in self.plan.contexts if c < cell.context), default=0)
-        room = cell.context + self.plan.max_tokens
-        some = [
-            s
-            for s in self.reference.streams
-            if shorter < len(s.prompt) <= cell.context and len(s.sequence) <= room
-        ]
-        if not some:
-            return None
-        part = Record(self.reference.name, self.reference.header, tuple(some))
+        part = Record(self.reference.name, self.reference.header, some)
         settings = cell.settings(self.plan.max_tokens)
         comparison = compare(
             part, lambda dtype: self.plan.load(dtype, settings), self.plan.dtype, twin=self.twin,

@@ -6,8 +6,7 @@ row and what is wrong.
 """
 
 import json
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,15 @@ from typing import Any
 import numpy as np
 
 from gemma_jax.errors import ConfigError, RecordError
+from gemma_jax.parity.compression import check_compression
 from gemma_jax.parity.foreign import foreign_row, is_foreign
+from gemma_jax.parity.record_header import DTYPES, check_header, is_count, model_of
 from gemma_jax.records import LOGPROB_DECIMALS, read_lines
+
+LOWEST_LOGPROB, LOGPROB_SLACK = float(np.finfo(np.float32).min), 1e-3
+"""Range of a log-probability; one of nearly 0 may be rounded upwards."""
+
+_Row = tuple[str, dict[str, Any]]
 
 NO_CANDIDATE = -1
 """Pads `top_ids` where a position has fewer candidates than another; its logprob is -inf."""
@@ -88,6 +94,7 @@ class Stream:
       tokens: [T] int32, what followed; position t was predicted from P + t tokens.
       top: candidates at each of the T positions; `None` when the record has none.
       batch: sequences that ran together, where the record says so.
+      source: file and line of its row, for messages.
     """
 
     id: str | int
@@ -95,6 +102,12 @@ class Stream:
     tokens: np.ndarray
     top: Candidates | None = None
     batch: int | None = None
+    source: str = ""
+
+    @property
+    def where(self) -> str:
+        """Words for messages: file, line and id."""
+        return f"{self.source or 'row'} {self.id!r}"
 
     @property
     def candidates(self) -> Candidates:
@@ -104,7 +117,7 @@ class Stream:
           RecordError: it has none.
         """
         if self.top is None:
-            raise RecordError(f"row {self.id!r}: no log-probabilities; record it with --logprobs")
+            raise RecordError(f"{self.where}: no log-probabilities; record it with --logprobs 2")
         return self.top
 
     @property
@@ -131,23 +144,18 @@ class Record:
 
     @property
     def engine(self) -> str:
-        return str(self.header.get("engine", "unknown engine"))
+        return str(self.header.get("engine") or "unknown engine")
 
     @property
     def dtype(self) -> str | None:
         """Compute dtype of the run, or `None` when the record does not say."""
-        settings = self.header.get("settings")
-        inner = settings.get("dtype") if isinstance(settings, dict) else None
-        dtype = self.header.get("dtype") or inner
-        return dtype if dtype in ("bfloat16", "float32") else None
+        dtype = self.header.get("dtype") or (self.header.get("settings") or {}).get("dtype")
+        return dtype if dtype in DTYPES else None
 
     @property
     def model(self) -> dict[str, Any]:
         """What the header says of the model: name, vocab_size, config_sha256, weights_sha256."""
-        model = self.header.get("model")
-        if isinstance(model, dict):
-            return model
-        return {"name": model} if isinstance(model, str) else {}
+        return model_of(self.header)
 
     @property
     def num_tokens(self) -> int:
@@ -165,39 +173,48 @@ def read_record(path: str | Path, *, needs_logprobs: bool = True) -> Record:
     Raises:
       RecordError: the file is damaged, mixes models, or lacks what a comparison needs.
     """
+    check_compression(path)
     try:
         header, rows = _split(path)
     except ConfigError as error:
         raise RecordError(str(error)) from None
     streams: dict[str | int, Stream] = {}
-    failed = []
+    failed: list[_Row] = []
     for where, row in rows:
         if row.get("error") is not None:
-            failed.append(row.get("id"))
+            failed.append((where, row))
             continue
         stream = _stream(row, where, needs_logprobs, header)
         if stream.id in streams:
             raise RecordError(f"{where}: id {stream.id!r} is there twice")
         streams[stream.id] = stream
     if not streams:
-        raise RecordError(f"{path}: no row with tokens ({len(failed)} rows hold an error)")
-    return Record(Path(path).name, header, tuple(streams.values()), tuple(failed))
+        raise RecordError(_no_tokens(path, failed))
+    ids = tuple(row.get("id") for _, row in failed)
+    return Record(Path(path).name, header, tuple(streams.values()), ids)
+
+
+def _no_tokens(path: str | Path, failed: Sequence[_Row]) -> str:
+    if not failed:
+        return f"{path}: a header, but no rows; record it again"
+    where, row = failed[0]
+    words = f"{path}: none of its {len(failed)} rows has tokens, all hold an error"
+    return f"{words} ({where}: {row['error']!s:.200}); record it again"
 
 
 # --- lines to rows ------------------------------------------------------------------------------
-
-_Row = tuple[str, dict[str, Any]]
 
 
 def _split(path: str | Path) -> tuple[dict[str, Any], list[_Row]]:
     """The header, and each row with the words that say where it stands."""
     objects = _objects(path)
-    where, first = next(objects, ("", {}))
-    if not first:
-        raise RecordError(f"{path}: the file is empty")
+    where, first = next(objects, ("", None))
+    if first is None:
+        raise RecordError(f"{path}: the file is empty; record it again")
     if "header" in first:
         if not isinstance(first["header"], dict):
             raise RecordError(f'{where}: "header" is not an object')
+        check_header(first["header"], where)
         return first["header"], list(_rows(objects))
     if not is_foreign(first):
         raise RecordError(
@@ -221,25 +238,29 @@ def _objects(path: str | Path) -> Iterator[_Row]:
 
 
 def _listed(path: str | Path, data: bytes) -> Iterator[_Row]:
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path}: not valid JSON: {error}") from None
-    for number, value in enumerate(values):
+    for number, value in enumerate(_decoded(data, str(path))):
         if not isinstance(value, dict):
-            raise RecordError(f"{path}, entry {number}: not an object")
+            raise RecordError(f"{path}, entry {number}: {value!r:.60}: expected an object")
         yield f"{path}, entry {number}", value
 
 
 def _json(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        torn = "the line is cut off" if not line.endswith(b"\n") else "not valid JSON"
-        raise RecordError(f"{where}: {torn}; write the file again") from None
+    value = _decoded(line, where, "" if line.endswith(b"\n") else "the line is cut off, ")
     if not isinstance(value, dict):
-        raise RecordError(f"{where}: not an object")
+        raise RecordError(f"{where}: {value!r:.60}: expected an object")
     return value
+
+
+def _decoded(data: bytes, where: str, torn: str = "") -> Any:
+    try:
+        return json.loads(data)
+    except RecursionError:
+        why = "nested too deeply"
+    except json.JSONDecodeError as error:
+        why = f"{error.msg}, character {error.pos}"
+    except ValueError:  # not UTF-8, or an integer that Python does not convert
+        why = "unreadable text, or a number of too many digits"
+    raise RecordError(f"{where}: {torn}not valid JSON ({why}); record it again")
 
 
 def _rows(objects: Iterable[_Row]) -> Iterator[_Row]:
@@ -252,16 +273,18 @@ def _rows(objects: Iterable[_Row]) -> Iterator[_Row]:
 
 
 def _foreign(path: str | Path) -> tuple[dict[str, Any], list[_Row]]:
-    rows, models = [], set()
-    engine = "unknown engine"
+    rows: list[_Row] = []
+    header: dict[str, Any] = {}
     for number, (where, value) in enumerate(_objects(path)):
         engine, model, row = foreign_row(value, number, where)
         rows.append((where, row))
-        models |= {model} if model else set()
-    if len(models) > 1:
-        raise RecordError(f"{path}: mixes the models {', '.join(sorted(models))}")
-    header = {"engine": engine}
-    return header | ({"model": {"name": models.pop()}} if models else {}), rows
+        for name, found in (("engine", engine), ("model", model)):
+            if found and header.setdefault(name, found) != found:
+                raise RecordError(
+                    f"{where}: of the {name} {found!r}, but the rows before it of"
+                    f" {header[name]!r}; split the file by {name}"
+                )
+    return header, rows
 
 
 # --- rows to arrays -----------------------------------------------------------------------------
@@ -273,16 +296,19 @@ def _stream(
     row_id = row["id"]
     if isinstance(row_id, bool) or not isinstance(row_id, str | int):
         raise RecordError(f"{where}: id={row_id!r}: expected a string or an integer")
-    where = f"{where} (id {row_id!r})"
+    source, where = f"{where}, row", f"{where}, row {row_id!r}"
     prompt = _ids(row, "prompt_token_ids", where)
     tokens = _ids(row, "token_ids", where)
     if not len(prompt) or not len(tokens):
         raise RecordError(f"{where}: a prompt or a continuation without tokens")
     top = _candidates(row.get("top"), tokens, where) if needs_logprobs or "top" in row else None
-    settings = header.get("settings")
-    settings = settings if isinstance(settings, dict) else header
-    batch = row.get("batch", settings.get("max_num_seqs"))
-    return Stream(row_id, prompt, tokens, top, batch if isinstance(batch, int) else None)
+    batch = row.get("batch", (header.get("settings") or header).get("max_num_seqs"))
+    if batch is not None and not is_count(batch):
+        raise RecordError(
+            f"{where}: batch={batch!r:.60}: expected an integer of at least 1; correct it or leave"
+            " it out"
+        )
+    return Stream(row_id, prompt, tokens, top, batch, source)
 
 
 def _ids(row: dict[str, Any], name: str, where: str) -> np.ndarray:
@@ -314,12 +340,19 @@ def _candidates(top: Any, tokens: np.ndarray, where: str) -> Candidates:
 def _pair(pair: Any, where: str) -> tuple[int, float]:
     match pair:
         case [int(token), int() | float() as logprob] if not isinstance(token, bool):
-            if math.isfinite(logprob) and 0 <= token < 2**31:
+            if 0 <= token < 2**31 and LOWEST_LOGPROB <= logprob <= LOGPROB_SLACK:
                 return token, float(logprob)
-    raise RecordError(f"{where}: candidate {pair!r}: expected [id, finite logprob]")
+    raise RecordError(
+        f"{where}: candidate {pair!r:.60}: expected [id, logprob], a finite float32 of at most 0;"
+        " record it again"
+    )
 
 
 # --- what a record is compared with -------------------------------------------------------------
+
+
+OWN_MODEL = "give the model that it was recorded with as --model"
+"""The remedy for a record of another model."""
 
 
 def check_vocabulary(record: Record, vocab_size: int) -> None:
@@ -332,7 +365,7 @@ def check_vocabulary(record: Record, vocab_size: int) -> None:
     if theirs is not None and theirs != vocab_size:
         raise RecordError(
             f"{record.name}: recorded with a vocabulary of {theirs}, but the model has"
-            f" {vocab_size}; it is of another tokenizer"
+            f" {vocab_size}; it is of another tokenizer: {OWN_MODEL}"
         )
     for stream in record.streams:
         named = {"prompt_token_ids": stream.prompt, "token_ids": stream.tokens}
@@ -342,28 +375,30 @@ def check_vocabulary(record: Record, vocab_size: int) -> None:
             if ids.size and ids.max() >= vocab_size:
                 place = tuple(int(i) for i in np.argwhere(ids >= vocab_size)[0])
                 raise RecordError(
-                    f"{record.name}, row {stream.id!r}: {name}{list(place)}={int(ids[place])},"
-                    f" outside the vocabulary of {vocab_size}"
+                    f"{stream.where}: {name}{list(place)}={int(ids[place])}, outside the"
+                    f" vocabulary of {vocab_size}; {OWN_MODEL}"
                 )
 
 
-def check_model(record: Record, identity: dict[str, Any]) -> None:
+def check_model(record: Record, identity: dict[str, Any], remedy: str = OWN_MODEL) -> None:
     """Refuses a record of a model other than `identity` (of `model_identity`).
 
     Raises:
       RecordError: configurations or weights differ; hashes that either side lacks are not compared.
     """
-    check_identity(record.name, record.model, identity)
+    check_identity(record.name, record.model, identity, remedy)
 
 
-def check_identity(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def check_identity(
+    name: str, theirs: dict[str, Any], ours: dict[str, Any], remedy: str = OWN_MODEL
+) -> None:
     """`check_model` for any file: `name` is the file's, `theirs` the identity in it."""
     for key, what in (("config_sha256", "configuration"), ("weights_sha256", "weights")):
         a, b = theirs.get(key), ours.get(key)
         if a and b and a != b:
             raise RecordError(
                 f"{name}: recorded with other {what} ({theirs.get('name')}, {key} {str(a)[:12]}…)"
-                f" than {ours.get('name')} ({str(b)[:12]}…)"
+                f" than {ours.get('name')} ({str(b)[:12]}…); {remedy}"
             )
 
 
@@ -376,7 +411,7 @@ def check_twin(record: Record, twin: Record) -> None:
     remedy = f"make it with --teacher-force {record.name} --dtype float32"
     if twin.dtype not in (None, "float32"):
         raise RecordError(f"{twin.name}: a {twin.dtype} record, expected float32; {remedy}")
-    check_model(record, twin.model)
+    check_model(record, twin.model, remedy)
     theirs = {stream.id: stream for stream in twin.streams}
     for stream in record.streams:
         other = theirs.get(stream.id)

@@ -32,13 +32,14 @@ def teacher_forced(llm: "LLM", streams: Sequence[Stream], k: int) -> Iterator[Ca
       RecordError: a sequence is longer than the model's context.
     """
     for stream in streams:
-        sequence = stream.sequence
-        if len(sequence) > llm.max_model_len:
+        length = len(stream.prompt) + len(stream.tokens)
+        if length > llm.max_model_len:
             raise RecordError(
-                f"row {stream.id!r}: {len(sequence)} tokens, but the context holds"
-                f" {llm.max_model_len}; raise max_model_len or leave the row out"
+                f"{stream.where}: {length} tokens, but the context holds {llm.max_model_len};"
+                " raise --max-model-len (up to the model's own) or leave the row out"
             )
-        scored = llm.score(sequence, k)
+    for stream in streams:
+        scored = llm.score(stream.sequence, k)
         yield _candidates(scored[len(stream.prompt) :])
 
 
@@ -65,7 +66,7 @@ def greedy(
     outputs = llm.generate(prompts, params, use_tqdm=False)
     for stream, output in zip(streams, outputs, strict=True):
         if output.error is not None:
-            raise RecordError(f"row {stream.id!r}: {output.error}")
+            raise RecordError(f"{stream.where}: {output.error}")
         completion = output.outputs[0]
         yield list(completion.token_ids), _candidates(completion.logprobs or [])
 

@@ -186,7 +186,7 @@ def describe(header: dict[str, Any]) -> str:
     """Engine, version, model, dtype and device of one side, in a line."""
     settings = header.get("settings")
     settings = settings if isinstance(settings, dict) else {}
-    engine = str(header.get("engine", "unknown engine"))
+    engine = str(header.get("engine") or "unknown engine")
     version = (header.get("versions") or {}).get(engine) or header.get(engine)
     model = header.get("model")
     device = header.get("device")

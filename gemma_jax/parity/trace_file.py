@@ -27,6 +27,12 @@ import ml_dtypes
 import numpy as np
 
 from gemma_jax.errors import RecordError
+from gemma_jax.parity.record_header import check_header
+
+_DAMAGED = (
+    OSError, ValueError, KeyError, AttributeError, EOFError, RecursionError, zipfile.BadZipFile,
+    zlib.error,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,15 @@ def load_trace(path: str | Path) -> TraceFile:
         with Path(path).open("rb") as opened, np.load(opened) as file:
             arrays = {name: file[name] for name in file.files}
         header = json.loads(str(arrays.pop("header")))
+        check_header(header, str(path))
         token_ids, positions, columns = (
             arrays.pop(name) for name in ("token_ids", "positions", "columns")
         )
         if header["dtype"] not in ("bfloat16", "float32"):
             raise KeyError("dtype")
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except RecordError:
+        raise
+    except _DAMAGED as error:
         raise RecordError(f"{path}: not a file of `parity record --hidden` ({error})") from None
     values = {
         name: x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x

@@ -31,6 +31,16 @@ def test_help_does_not_import_jax(command):
     assert "jax imported: False" in result.stdout
 
 
+def test_help_of_parity_compare_names_the_defaults_of_the_reference(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        cli.main(["parity", "compare", "--help"])
+    text = capsys.readouterr().out
+    assert "whose bfloat16 roundings to reproduce (default: the reference's)" in text
+    assert "dtype of weights and activations (default: the reference's)" in text
+    assert "(default: None)" not in text
+
+
 def test_version_is_the_package_version(capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main(["--version"])

@@ -170,7 +170,7 @@ def test_free_run_against_a_sampled_record_is_refused(tmp_path):
 
 def test_sequence_longer_than_the_context_is_refused(tmp_path):
     path = write(tmp_path / "r.jsonl", [row("a", [2] * 40, TOP)])
-    with pytest.raises(RecordError, match="43 tokens, but the context holds 32"):
+    with pytest.raises(RecordError, match=r"r\.jsonl, line 2, row 'a': 43 tokens, but the cont"):
         compare(read_record(path), model(*TOP), "bfloat16")
 
 

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from record_files import row as record_row
+from record_files import write
 
 from gemma_jax.cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK, main
 from gemma_jax.config import ModelConfig
@@ -16,12 +18,13 @@ CONFIG = ModelConfig(vocab_size=64, num_hidden_layers=6, max_position_embeddings
 class FakeLLM:
     """The next token is the last one + 1; a wrong batch size adds 2 with some margin."""
 
+    model_config = CONFIG
     wrong_batch, margin = None, 1.0
     made: list = []  # noqa: RUF012
 
     def __init__(self, model, **settings):
         self.settings = settings
-        self.max_model_len = settings["max_model_len"]
+        self.max_model_len, self.max_num_seqs = settings["max_model_len"], settings["max_num_seqs"]
         FakeLLM.made.append(settings)
 
     def __enter__(self):
@@ -34,6 +37,9 @@ class FakeLLM:
         return [
             self._greedy(p["prompt_token_ids"], q) for p, q in zip(prompts, params, strict=True)
         ]
+
+    def score(self, token_ids, logprobs):
+        return [None, *map(self._step, token_ids[:-1])]
 
     def _step(self, last):
         good, other = (last + 1) % 64, (last + 2) % 64
@@ -176,6 +182,62 @@ def test_sizes_that_no_cell_could_have_are_refused_before_anything_is_read(
     assert value in message
     assert expected in message
     assert not output.exists()
+
+
+def counting(row_id, prompt, tokens):
+    """A row that counts on from its prompt, as `FakeLLM` does."""
+    top = [[[3 + prompt + t, -1.0], [4 + prompt + t, -2.0]] for t in range(tokens)]
+    return record_row(row_id, list(range(3, 3 + prompt)), top)
+
+
+@pytest.fixture
+def against(fake, tiny_model, tmp_path, capsys):
+    """Runs a small matrix against a reference of these rows: code, rows of cells, stderr."""
+
+    def run(reference, header, *flags):
+        path = write(tmp_path / "ref.jsonl", reference, header)
+        output = tmp_path / "m.jsonl"
+        argv = [
+            "parity", "matrix", "--model", tiny_model, "--output", str(output), "--batches", "2",
+            "--fast-prefills", "on", "--kernels", "reference", "--prompts-per-context", "2",
+            "--noise", "0.001", "--logprobs", "2", "--max-tokens", "4", "--contexts", "4,8,9000",
+            "--reference", str(path), *flags,
+        ]  # fmt: skip
+        code = main(argv)
+        cells = list(read_records(output).rows) if output.exists() else []
+        return code, cells, capsys.readouterr().err
+
+    return run
+
+
+def test_every_context_says_how_many_reference_rows_it_compares(against):
+    reference = [counting(0, 2, 4), counting(1, 3, 6), counting(2, 8, 4), counting(3, 20, 4)]
+    code, cells, err = against(reference, {"engine": "x"})
+    assert code == EXIT_OK
+    for words in ("context 4: 1 of 4 ref", "context 8: 2 of 4 ref", "1 of 4 reference rows fit no"):
+        assert words in err
+    assert "context 9000:" not in err  # beyond the model
+    compared = {c["context"]: c["parity"]["sequences"] for c in cells if c.get("parity")}
+    assert compared == {4: 1, 8: 2}
+
+
+@pytest.mark.parametrize(
+    ("reference", "header", "words"),
+    [
+        ([counting("a", 20, 4), counting("b", 25, 5)], {}, "ref.jsonl: no row is compared; its"
+         " prompts have 20 to 25 tokens and its continuations 4 to 5, but no context of --cont"),
+        ([counting("a", 3, 4)], {"model": {"vocab_size": 63}}, "a vocabulary of 63, but the model"),
+        ([counting("a", 3, 4) | {"prompt_token_ids": [9999]}], {}, "prompt_token_ids[0]=9999"),
+        ([counting("a", 3, 4) | {"token_ids": [1, 1, 1, 1]}], {}, "only 0 of 4 tokens are the eng"),
+    ],
+    ids=["too long", "vocabulary", "id", "sampled"],
+)  # fmt: skip
+def test_reference_that_no_cell_could_compare_is_refused_before_any_runs(
+    against, reference, header, words
+):
+    code, cells, err = against(reference, header)
+    assert (code, cells, FakeLLM.made) == (EXIT_BAD_INPUT, [], [])
+    assert words in err
 
 
 @pytest.mark.slow

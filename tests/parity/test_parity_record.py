@@ -195,7 +195,9 @@ def test_record_of_another_model_is_refused_unless_any_model_will_do(
     path.write_text("".join(json.dumps(x) + "\n" for x in (header, *rows)))
     compare = ["parity", "compare", str(path), "--model", tiny_model]
     assert main(compare) == EXIT_BAD_INPUT
-    assert "recorded with other weights" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "recorded with other weights" in message
+    assert "as --model, or compare all the same with --any-model" in message
     assert main([*compare, "--any-model"]) == EXIT_OK
 
 

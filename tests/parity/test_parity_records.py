@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import math
 import re
 
 import numpy as np
@@ -102,7 +103,18 @@ def test_compressed_records_are_read_directly(tmp_path, suffix, opener):
         file.write(plain.read_bytes())
     assert read_record(path).streams[0].tokens.tolist() == [5, 9]
     path.write_bytes(path.read_bytes()[:-20])
-    refused(path, "damaged or cut off")
+    refused(path, "damaged or cut off.*; record it again")
+
+
+def test_name_must_say_how_the_file_is_compressed(tmp_path):
+    plain = write(tmp_path / "plain.jsonl", [row("a", [2], TOP)]).read_bytes()
+    for name, data, words in (
+        ("r.jsonl", gzip.compress(plain), r"r\.jsonl: looks gzip-compressed; name it \.gz"),
+        ("r.gz", lzma.compress(plain), r"r\.gz: looks xz-compressed; name it \.xz"),
+        ("r.xz", plain, r"r\.xz: not xz-compressed; name it without \.xz"),
+    ):
+        (tmp_path / name).write_bytes(data)
+        refused(tmp_path / name, words)
 
 
 @pytest.mark.parametrize("value", [VLLM, OPENAI, CHAT], ids=["vllm", "completion", "chat"])
@@ -133,7 +145,9 @@ def test_error_rows_are_counted_and_left_out(tmp_path):
     record = read_record(path)
     assert ([s.id for s in record.streams], record.failed) == (["a"], ("b",))
     write(path, [{"id": "b", "error": "too long"}])
-    refused(path, r"no row with tokens \(1 rows hold an error\)")
+    refused(path, r"none of its 1 rows has tokens.*line 2: too long\); record it again")
+    write(path, [])
+    refused(path, r"r\.jsonl: a header, but no rows; record it again")
 
 
 def test_truncated_last_line_is_named(tmp_path):
@@ -149,7 +163,9 @@ def test_two_records_in_one_file_are_refused(tmp_path):
 
 def test_answers_of_two_models_are_refused(tmp_path):
     other = OPENAI | {"id": "cmpl-2", "model": "n"}
-    refused(lines(tmp_path / "o.jsonl", OPENAI, other), "mixes the models m, n")
+    path = lines(tmp_path / "o.jsonl", OPENAI, other)
+    refused(path, "line 2: of the model 'n', but the rows before it of 'm'; split the file by mod")
+    refused(lines(path, VLLM, OPENAI), "line 2: of the engine 'openai', but the rows before it of")
 
 
 @pytest.mark.parametrize(
@@ -160,6 +176,22 @@ def test_answers_of_two_models_are_refused(tmp_path):
         ({"top": [TOP[0], [[9, -0.5]]]}, "token 1: fewer than two candidates"),
         ({"top": [TOP[0], [[9, -0.5], [9, -0.5]]]}, "token 1: a candidate is listed twice"),
         ({"top": [TOP[0], [[9, "x"], [7, -1]]]}, re.escape("token 1: candidate [9, 'x']")),
+        (
+            {"top": [TOP[0], [[9, 5.0], [7, -1]]]},
+            "line 2, row .*token 1: .*at most 0; record it again",
+        ),
+        (
+            {"top": [TOP[0], [[9, -0.5], [7, -1e300]]]},
+            r"candidate \[7, -1e\+300\]: .*finite float32",
+        ),
+        ({"top": [TOP[0], [[9, -0.5], [7, -(10**400)]]]}, "token 1: candidate .7, -1000.*finite"),
+        ({"top": [TOP[0], [[9, math.nan], [7, -math.inf]]]}, r"candidate \[9, nan\]"),
+        (
+            {"batch": -3},
+            "line 2, row .*batch=-3: expected an integer of at least 1; correct it or leav",
+        ),
+        ({"batch": "8"}, "batch='8': expected an integer"),
+        ({"batch": True}, "batch=True: expected an integer"),
         ({"token_ids": [5, -9]}, r"token_ids has an id outside \[0, 2\*\*31\)"),
         ({"token_ids": [5, 2**31]}, "token_ids has an id outside"),
         ({"token_ids": [5, True]}, "token_ids is missing or not a list of integers"),
@@ -173,6 +205,45 @@ def test_bad_rows_are_refused_with_the_row_and_the_reason(tmp_path, change, word
     refused(path, words)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"versions": "x"}, "versions='x': expected an object; correct it or leave it out"),
+        ({"device": 5}, "device=5: expected an object or a string"),
+        ({"engine": ["vllm"]}, r"engine=\['vllm'\]: expected a string"),
+        ({"dtype": "float16"}, "dtype='float16': expected bfloat16 or float32"),
+        ({"dtype": ["x"]}, r"dtype=\['x'\]: expected bfloat16 or float32"),
+        ({"settings": [1]}, r"settings=\[1\]: expected an object"),
+        ({"settings": {"dtype": "half"}}, "settings.dtype='half': expected auto, bfloat16 or flo"),
+        ({"settings": {"max_num_seqs": 0}}, "settings.max_num_seqs=0: expected an integer of at"),
+        ({"model": 3}, "model=3: expected an object or a string"),
+        ({"model": {"vocab_size": "64"}}, "model.vocab_size='64': expected an integer"),
+        ({"model": {"weights_sha256": 7}}, "model.weights_sha256=7: expected a string"),
+    ],
+)
+def test_header_fields_of_another_type_are_refused_as_they_are_read(tmp_path, change, words):
+    path = write(tmp_path / "r.jsonl", [row("a", [2], TOP)], HEADER | change)
+    refused(path, rf"r\.jsonl, line 1: header {words}")
+    refused(path, words, needs_logprobs=False)
+
+
+def test_header_fields_may_be_null_or_missing(tmp_path):
+    empty = dict.fromkeys(("versions", "device", "dtype", "settings", "model", "engine"))
+    for header in ({}, empty, {"model": {"vocab_size": None}, "device": "cpu"}):
+        record = read_record(write(tmp_path / "r.jsonl", [row("a", [2], TOP)], header))
+        assert (record.dtype, record.streams[0].batch, record.engine) == (
+            None,
+            None,
+            "unknown engine",
+        )
+
+
+def test_logprob_of_nearly_one_may_be_rounded_above_zero(tmp_path):
+    top = [[[5, 2e-4], [6, -9.5]]]
+    record = read_record(write(tmp_path / "r.jsonl", [row("a", [2], top)]))
+    assert record.streams[0].candidates.as_pairs() == top
+
+
 def test_row_ids_must_differ(tmp_path):
     refused(write(tmp_path / "r.jsonl", [row("a", [2], TOP)] * 2), "line 3: id 'a' is there twice")
 
@@ -182,13 +253,21 @@ def test_row_ids_must_differ(tmp_path):
     [
         (b"", "the file is empty"),
         (b"\x00\xff\x00\n", "not valid JSON"),
-        (b"[1, 2]", "entry 0: not an object"),
-        (b"[" * 100_000, "not valid JSON"),
+        (b"[1, 2]", "entry 0: 1: expected an object"),
+        (b"3\n", "line 1: 3: expected an object"),
+        (b"[" * 100_000, r"r\.jsonl: not valid JSON \(nested too deeply\); record it again"),
+        (b'{"header":' * 100_000 + b"\n", r"line 1: not valid JSON \(nested too deeply\); record"),
+        (b'{"header": {"x": ' + b"9" * 5000 + b"}}\n", "line 1: not valid JSON .*too many digits"),
+        (b"{}\n", "line 1: neither a record header"),
         (b'{"text": "hello"}\n', "neither a record header, nor a vLLM RequestOutput"),
         (b'{"header": 3}\n', '"header" is not an object'),
         (b'{"header": {}}\n{"text": 1}\n', 'line 2: no "id"'),
     ],
-)
+    ids=[
+        "empty", "binary", "list of numbers", "number", "deep list", "deep object", "long number",
+        "empty object", "text", "header a number", "no id",
+    ],
+)  # fmt: skip
 def test_files_of_another_kind_are_refused(tmp_path, content, words):
     path = tmp_path / "r.jsonl"
     path.write_bytes(content)
@@ -206,6 +285,18 @@ def test_absent_file_is_refused(tmp_path):
         (VLLM | {"outputs": [{"token_ids": [5, 9]}]}, "no log-probabilities"),
         (OPENAI | {"choices": [{"text": "x", "logprobs": None}]}, 'ask for "logprobs"'),
         (OPENAI | {"choices": []}, "expected a completion"),
+        (OPENAI | {"model": ["m"]}, r"line 1: model=\['m'\]: expected a string"),
+        (VLLM | {"outputs": [{"token_ids": [5], "logprobs": 3}]}, "logprobs=3: expected a list"),
+        *(
+            (OPENAI | {"choices": [{"logprobs": bad}]}, "line 1: logprobs=.*expected those of a co")
+            for bad in (
+                {"tokens": 5},
+                {"tokens": [["a"]]},
+                {"tokens": ["token_id:5"], "token_logprobs": [-1.0], "top_logprobs": [3]},
+                {"content": [3]},
+                {"content": [{"token": "token_id:5", "top_logprobs": [{"logprob": -1.0}]}]},
+            )
+        ),
     ],
 )
 def test_outputs_without_logprobs_or_tokens_are_refused(tmp_path, value, words):
@@ -220,7 +311,7 @@ def test_answer_with_token_texts_asks_for_ids(tmp_path):
 def test_record_of_another_tokenizer_size_is_refused(tmp_path):
     record = read_record(write(tmp_path / "r.jsonl", [row("a", [2], TOP)]))
     check_vocabulary(record, VOCAB)
-    with pytest.raises(RecordError, match="a vocabulary of 64, but the model has 262144"):
+    with pytest.raises(RecordError, match=r"of 64, but the model has 262144.*as --model"):
         check_vocabulary(record, 262_144)
 
 
@@ -234,7 +325,8 @@ def test_record_of_another_tokenizer_size_is_refused(tmp_path):
 )
 def test_ids_out_of_range_are_named_with_their_place(tmp_path, bad, place):
     record = read_record(write(tmp_path / "r.jsonl", [bad], {"engine": "x"}))
-    with pytest.raises(RecordError, match=f"row 'a': {place}, outside the vocabulary of 64"):
+    words = f"line 2, row 'a': {place}, outside the vocabulary of 64; give the model .* as --model"
+    with pytest.raises(RecordError, match=words):
         check_vocabulary(record, VOCAB)
 
 
@@ -243,7 +335,7 @@ def test_record_of_another_model_is_refused(tmp_path):
     check_model(record, HEADER["model"])
     check_model(record, HEADER["model"] | {"weights_sha256": None})
     for key, what in (("config_sha256", "configuration"), ("weights_sha256", "weights")):
-        with pytest.raises(RecordError, match=f"recorded with other {what}"):
+        with pytest.raises(RecordError, match=f"recorded with other {what}.*as --model"):
             check_model(record, HEADER["model"] | {key: "other"})
 
 

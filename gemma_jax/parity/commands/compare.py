@@ -6,13 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 from gemma_jax.cli import EXIT_FAILED, EXIT_OK, options
 from gemma_jax.model_source import resolve_model
-from gemma_jax.parity.records import Record, check_identity, check_model, read_record
+from gemma_jax.parity.record_header import model_of
+from gemma_jax.parity.records import (
+    OWN_MODEL,
+    Record,
+    check_identity,
+    check_model,
+    read_record,
+)
 from gemma_jax.parity.write import write_json_lines, write_text
 
 if TYPE_CHECKING:
     from gemma_jax.llm import LLM
     from gemma_jax.parity.compare import Comparison
     from gemma_jax.parity.trace import Trace
+
+
+_OTHER_MODEL = f"{OWN_MODEL}, or compare all the same with --any-model"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +53,7 @@ def _compare(args: argparse.Namespace, reference: Record, twin: Record | None) -
 
     identity = model_identity(args.model)
     if not args.any_model:
-        check_model(reference, identity)
+        check_model(reference, identity, _OTHER_MODEL)
     settings = _settings(args, reference)
 
     def load(dtype: str) -> "LLM":
@@ -77,7 +87,7 @@ def _trace(args: argparse.Namespace, identity: dict[str, Any]) -> "Trace":
 
     file = load_trace(args.trace)
     if not args.any_model:
-        check_identity(file.name, file.header.get("model") or {}, identity)
+        check_identity(file.name, model_of(file.header), identity, _OTHER_MODEL)
     config, leaves = load_checkpoint(resolve_model(args.model), file.dtype)
     # The file is transformers', whoever made the record.
     return trace(file, config, leaves, args.rounding or "hf", Kernels.parse(args.kernels))

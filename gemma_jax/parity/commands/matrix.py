@@ -7,12 +7,20 @@ from typing import Any
 
 from gemma_jax.checkpoint.load import load_config
 from gemma_jax.cli import EXIT_FAILED, EXIT_OK
+from gemma_jax.config import ModelConfig
 from gemma_jax.engine_config import SMALLEST_BUDGET, EngineConfig
-from gemma_jax.errors import ConfigError
+from gemma_jax.errors import ConfigError, RecordError
 from gemma_jax.model_source import resolve_model
+from gemma_jax.parity.compare import check_greedy
 from gemma_jax.parity.identity import model_identity
-from gemma_jax.parity.matrix import Matrix, Plan, failed, table
-from gemma_jax.parity.records import check_model, read_record
+from gemma_jax.parity.matrix import Matrix, Plan, failed, place, table
+from gemma_jax.parity.records import (
+    Record,
+    check_model,
+    check_twin,
+    check_vocabulary,
+    read_record,
+)
 from gemma_jax.records import RecordWriter, make_header, read_records
 from gemma_jax.sampling_params import MAX_LOGPROBS
 
@@ -25,14 +33,20 @@ def run(args: argparse.Namespace) -> int:
     identity = model_identity(args.model)
     reference = read_record(args.reference) if args.reference else None
     twin = read_record(args.float32) if args.float32 else None
+    config = load_config(resolve_model(args.model))
     if reference is not None:
         check_model(reference, identity)
+        check_vocabulary(reference, config.vocab_size)
+        if twin is not None:
+            check_twin(reference, twin)
+            check_vocabulary(twin, config.vocab_size)
+        _print_placed(reference, args.reference, plan, config)
     cells = list(plan.cells())
     with RecordWriter(args.output) as writer:
         header = make_header(settings, model=identity)
         progress = writer.start(header, [cell.id for cell in cells])
         rows = list(read_records(args.output).rows)[: progress.rows]
-        matrix = Matrix(plan, load_config(resolve_model(args.model)), reference, twin, rows)
+        matrix = Matrix(plan, config, reference, twin, rows)
         for number, cell in enumerate(cells[progress.rows :], start=progress.rows + 1):
             rows.append(matrix.run(cell))
             writer.write(rows[-1:])
@@ -44,6 +58,35 @@ def run(args: argparse.Namespace) -> int:
         print("no cell could be compared: the notes in the output file say why", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_FAILED if any(map(failed, rows)) else EXIT_OK
+
+
+def _print_placed(reference: Record, path: str, plan: Plan, config: ModelConfig) -> None:
+    """Says how many rows of the record each context compares.
+
+    Raises:
+      RecordError: none, or rows that a greedy run cannot follow.
+    """
+    placed, total = place(reference, plan, config), len(reference.streams)
+    for context, streams in placed.items():
+        print(f"context {context}: {len(streams)} of {total} reference rows", file=sys.stderr)
+        if streams:
+            check_greedy(Record(reference.name, reference.header, streams))
+    left = total - sum(map(len, placed.values()))
+    if left == total:
+        raise RecordError(f"{path}: no row is compared; {_why_none(reference, plan, config)}")
+    if left:
+        print(f"{left} of {total} reference rows fit no context", file=sys.stderr)
+
+
+def _why_none(reference: Record, plan: Plan, config: ModelConfig) -> str:
+    prompts = [len(stream.prompt) for stream in reference.streams]
+    tokens = [len(stream.tokens) for stream in reference.streams]
+    return (
+        f"its prompts have {min(prompts)} to {max(prompts)} tokens and its continuations"
+        f" {min(tokens)} to {max(tokens)}, but no context of --contexts"
+        f" {','.join(map(str, plan.contexts))} with --max-tokens {plan.max_tokens} holds one (the"
+        f" model's holds {config.max_position_embeddings}); change --contexts or --max-tokens"
+    )
 
 
 def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, Any]]:

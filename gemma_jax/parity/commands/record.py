@@ -133,5 +133,7 @@ def _prompts(args: argparse.Namespace) -> tuple[Stream, ...]:
                 ids = require_tokenizer(tokenizer, "a text prompt").encode(prompt.request["prompt"])
             if not ids:
                 raise RecordError(f"{args.prompts}: prompt {prompt.id!r} has no tokens")
-            streams.append(Stream(prompt.id, np.array(ids, np.int32), np.zeros(0, np.int32)))
+            tokens = np.zeros(0, np.int32)
+            source = f"{args.prompts}, prompt"
+            streams.append(Stream(prompt.id, np.array(ids, np.int32), tokens, source=source))
     return tuple(streams)
