@@ -60,7 +60,7 @@ def test_file_that_is_no_trace_is_refused(tmp_path, content):
     with pytest.raises(RecordError, match="not a file of `parity record --hidden`"):
         load_trace(path)
     np.savez(path, header=np.array(json.dumps({"dtype": "int8"})))
-    with pytest.raises(RecordError, match="not a file of `parity record --hidden`"):
+    with pytest.raises(RecordError, match="header dtype='int8': expected bfloat16 or float32"):
         load_trace(path)
 
 
