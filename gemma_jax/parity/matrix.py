@@ -224,7 +224,12 @@ class Matrix:
         }
 
     def _noise(self, cell: Cell, streams: Sequence[Stream]) -> float:
-        """How far rounding moves our own margins: bfloat16 against float32 on the same tokens."""
+        """How far rounding moves our own margins: bfloat16 against float32 on the same tokens.
+
+        Nothing in batch-invariant mode, where any other bit is a failure.
+        """
+        if self.plan.batch_invariant and self.plan.noise is None:
+            return 0.0
         if self.plan.noise is not None or self.plan.dtype == "float32":
             return FLOAT32_LIMIT if self.plan.noise is None else self.plan.noise
         with self.plan.load("float32", cell.settings(self.plan.max_tokens)) as llm:
@@ -342,7 +347,8 @@ def _cell_words(row: dict[str, Any]) -> list[str]:
     if row["status"] != "ok":
         return [f"{row['status']}: {row['note']}"[:60], "", "", "", ""]
     if row["is_baseline"]:
-        return ["baseline", "", f"limit {row['noise']:.4f}", "", ""]
+        limit = f"limit {row['noise']:.4f}" if row["noise"] else "bits"
+        return ["baseline", "", limit, "", ""]
     count, parity = row["sequences"], row["parity"]
     words = "–"
     if parity is not None:

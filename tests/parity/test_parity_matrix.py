@@ -111,6 +111,15 @@ def test_difference_of_one_batch_size_is_found_in_its_cells_only(fake, margin, k
     assert f"{'0/0/4' if kind == 'unexplained' else '0/4/0'}" in matrix.table(got)
 
 
+def test_batch_invariant_cells_need_no_float32_run_and_forgive_no_margin(fake):
+    fake.setattr(FakeLLM, "wrong_batch", 4)
+    fake.setattr(FakeLLM, "margin", 0.05)
+    wanted = plan(contexts=[8], batch_invariant=True, noise=None)
+    got = [row for row in rows(wanted) if not row["is_baseline"]]
+    assert {settings["dtype"] for settings in FakeLLM.made} == {"bfloat16"}
+    assert [matrix.failed(row) for row in got] == [row["batch"] == 4 for row in got]
+
+
 def test_cells_that_run_out_of_memory_or_are_unsupported_are_rows(fake):
     from gemma_jax.errors import UnsupportedError
 
