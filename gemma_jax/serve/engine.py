@@ -140,6 +140,7 @@ class Engine:
         """
         if request.request_id in self._by_request:
             raise RequestError(f"request_id={request.request_id!r}: is still running")
+        was_idle = not self.has_work and not self._calls
         asks = request.params.prompt_logprobs is not None
         if asks:
             self._check_scores()
@@ -154,7 +155,7 @@ class Engine:
             self._scores.add(request)
         elif asks or not running:
             self._end_prompt(request, [None] if asks else None)
-        if not self._calls and self._count.idle_since is None:
+        if was_idle:
             self._count.idle_since = time.monotonic()
 
     def _check_scores(self) -> None:
@@ -188,8 +189,6 @@ class Engine:
         self._scores.abort(request_id)
         self._held.pop(request_id, None)
         self._due = [delta for delta in self._due if delta.request_id != request_id]
-        if not self.has_work:
-            self._count.idle_since = None
 
     def close(self) -> None:
         """Waits for the queued calls; a process that ends under them would crash."""
@@ -419,8 +418,6 @@ class Engine:
             )
             if delta.token_ids or delta.finish_reason:
                 self._held.get(delta.request_id, deltas).append(delta)
-        if not self.has_work:
-            self._count.idle_since = None
         return deltas
 
     def _read_scores(self, call: ScoreCall) -> list[CompletionDelta]:
@@ -430,8 +427,6 @@ class Engine:
             self._count.idle_since = time.monotonic()
         if scored is not None:
             self._end_prompt(*scored)
-        if not self.has_work:
-            self._count.idle_since = None
         due, self._due = self._due, []
         return due
 

@@ -270,6 +270,7 @@ def test_the_device_idles_only_while_there_is_work(e2b, monkeypatch):
     engine = make_engine(e2b)
     engine.add(request(prompts()[1], 2, "aborted"))
     engine.abort("aborted")
+    complete(engine, [request(prompts()[1][:1], 0, "nothing to run", prompt_logprobs=0)])
     for _ in range(100):
         next(clock)  # nobody waits for anything
     (output,) = complete(engine, [request(prompts()[1], 2, "served")])
